@@ -264,8 +264,14 @@ class Engine:
         self._check_new_modules(modules)
         if torch.is_grad_enabled():
             self.placement.update_trainable(device, own_parameters(modules))
+        if call.router_loss:
+            self.plans.collect_routers()
         while True:
-            plan = self.plan(rows, tokens, device, return_logits=logits.whole)
+            plan = self.plan(
+                *(rows, tokens, device),
+                return_logits=logits.whole,
+                router_loss=call.router_loss,
+            )
             loss_tiles = self.check_plan(call, plan, whole_logits=bool(CollectedLogits(logits)))
             self.placement.place_as_planned(plan, device)
             random = None if self.plans.has_run(plan) else RandomState(device)
@@ -375,14 +381,20 @@ class Engine:
         device: torch.device,
         *,
         return_logits: bool = False,
+        router_loss: bool = False,
     ) -> Plan:
-        """The plan for batches of this shape; made and shown at the first call, then reused."""
+        """The plan for batches of this shape; made and shown at the first call, then reused.
+
+        The keywords are those of `PlanCache.get`.
+        """
         if device.type == "cuda":
             self.plans.host_resident_bytes = self.placement.unpinned_host_bytes()
             pinned_bytes = 0 if self.weights is None else self.weights.pinned_gradient_bytes
             self.plans.pinned_gradient_bytes = pinned_bytes
         return self.plans.get(
-            batch_rows, total_tokens, device, self.observer, return_logits=return_logits
+            *(batch_rows, total_tokens, device, self.observer),
+            return_logits=return_logits,
+            router_loss=router_loss,
         )
 
     def shape(self) -> ModelShape:

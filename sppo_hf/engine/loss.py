@@ -26,8 +26,8 @@ rounds the summed loss to the hidden states' dtype, three digits in bfloat16.
 4 to 6). For E experts it is `E * sum_e f_e * P_e`: f_e the share of tokens that chose expert e, P_e
 the mean probability that routers give it, both over all layers and all tokens that are no padding.
 Both are made of sums over tokens, which are carried over the chunks (those of probabilities with
-their graph) and put together after the last one. It keeps the probabilities until backward: 4 bytes
-per token, layer with a router, and expert.
+their graph) and put together after the last one. It keeps the probabilities until backward, a
+number per token, layer with a router, and expert, which plans count (`LayerProfile.router_bytes`).
 
 [Note: gradient of the router loss by chunks] The gradient by a chunk's sums of probabilities is
 `E * chosen_e / tokens^2`: chunks need nothing of each other but how often each expert was chosen,
@@ -656,7 +656,7 @@ class RouterLoss:
         whole_E: Tensor | None = None
         for logits in router_logits or ():
             weights = torch.softmax(logits, dim=-1)
-            _, chosen = torch.topk(weights, self.top_k, dim=-1)
+            _, chosen = torch.topk(weights.detach(), self.top_k, dim=-1)
             if tokens[0] == tokens[1]:
                 weight = weights.new_zeros(len(weights), dtype=torch.float32)
             counts = torch.ones_like(chosen, dtype=torch.float32)

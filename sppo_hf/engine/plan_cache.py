@@ -16,9 +16,11 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend, determinism
 from sppo_hf.attention.backends.select import Selection, select_backend
@@ -34,7 +36,7 @@ from sppo_hf.engine.device_facts import (
 )
 from sppo_hf.engine.sequence_group import SequenceGroup, held_kv_heads, local_heads
 from sppo_hf.engine.step_observer import StepObserver, StepTimer
-from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.structure import ModelParts, collects_routers
 from sppo_hf.errors import ConfigError, RankLostError, SPPOError
 from sppo_hf.offload.copy_streams import Copier
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier, make_engine
@@ -67,6 +69,8 @@ class BatchShape(NamedTuple):
     """Which parameters train; empty in evaluation."""
     return_logits: bool = False
     """Whether the logits of all tokens are kept."""
+    router_loss: bool = False
+    """Whether routers have a loss, see `Training`."""
     micro_batches: int = 1
     """Number of micro-batches of a pipeline's step."""
 
@@ -361,10 +365,12 @@ class PlanCache:
         observer: StepObserver,
         *,
         return_logits: bool = False,
+        router_loss: bool = False,
     ) -> Plan:
         """The plan for batches of this shape; made and shown at the first call, then reused.
 
-        With `return_logits` the plan counts the logits of all tokens.
+        With `return_logits` the plan counts the logits of all tokens. With `router_loss`, hooks
+        collect what routers give (`Training.router_loss`).
 
         Raises:
             ConfigError: The device's type is not supported, or the settings do not fit the length.
@@ -381,7 +387,9 @@ class PlanCache:
         if training and len(self._lengths) <= _MAX_FIXED_LENGTHS:
             self._lengths.add(total_tokens)
         trained = self.trained if training else b""
-        shape = BatchShape(batch_rows, total_tokens, training, device, trained, return_logits)
+        shape = BatchShape(
+            *(batch_rows, total_tokens, training, device, trained, return_logits, router_loss)
+        )
         if shape not in self._plans:
             plan = self._plan_within(shape, observer)
             for warning in plan.warnings:
@@ -609,6 +617,16 @@ class PlanCache:
         if self.trained not in self._shapes:
             self._shapes[self.trained] = model_shape(self._parts)
         return self._shapes[self.trained]
+
+    def collect_routers(self) -> None:
+        """Let Transformers collect what routers give from now on; see `Training.router_loss`.
+
+        To be called before a plan of a call that asks for their loss: the first such call adds
+        hooks, with which modules cost and save other bytes.
+        """
+        if not collects_routers(self._parts):
+            maybe_install_capturing_hooks(cast(PreTrainedModel, self._parts.base))
+            self._shapes.clear()
 
     def choose_backend(self, requirement: AttentionSpec) -> Backend:
         """The attention backend for a layer's requirement.

@@ -494,6 +494,9 @@ def is_worth_tiles(module: nn.Module) -> bool:
 def _search(name: str, module: nn.Module, hidden: Tensor) -> Iterator[TokenWise]:
     if not is_worth_tiles(module) or is_compiled(module):  # a compiler would trace the tiles
         return
+    # A router that Transformers hooks takes what its parent makes of the tokens.
+    if "." in name and has_hooks(module):
+        return
     if not is_searched(module):
         found = _probe(name, module, hidden)
         if found is not None:

@@ -675,6 +675,22 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def collected_routers(parts: ModelParts) -> dict[type[nn.Module], int]:
+    """Return the classes of modules that Transformers asks for the routers' logits, if any.
+
+    Each with the place of the logits among what the module returns.
+    """
+    recorders = (getattr(parts.base, "_can_record_outputs", None) or {}).get("router_logits", ())
+    several = recorders if isinstance(recorders, (list, tuple)) else (recorders,)
+    return {getattr(one, "target_class", one): getattr(one, "index", 1) for one in several}
+
+
+def collects_routers(parts: ModelParts) -> bool:
+    """Whether hooks of Transformers collect what routers give, which a first such call adds."""
+    installed = getattr(parts.base, "_output_capturing_hooks_installed", False)
+    return installed and bool(collected_routers(parts))
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` compiled a module, with all that is inside of it.
 

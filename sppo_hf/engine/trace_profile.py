@@ -80,6 +80,7 @@ from sppo_hf.engine.structure import (
     BUILD_ERRORS,
     ModelParts,
     auto_class_of,
+    collected_routers,
     decoder_config,
     find_parts,
     layer_list,
@@ -488,6 +489,29 @@ def _trace_layer(
         )
 
 
+@contextlib.contextmanager
+def _routers_seen(
+    parts: ModelParts, layer: nn.Module, training: Training
+) -> Iterator[list[Tensor]]:
+    """Context that lists what routers of a layer give to their loss, if they have one.
+
+    As in Transformers hooks collect it, which modules that run in tiles must not have.
+    """
+    seen: list[Tensor] = []
+    recorders = collected_routers(parts) if training.router_loss else {}
+
+    def note(router: nn.Module, _: Any, output: Any) -> None:
+        logits = output if isinstance(output, Tensor) else output[recorders[type(router)]]
+        seen.append(logits.detach())
+
+    hooks = [x.register_forward_hook(note) for x in layer.modules() if type(x) in recorders]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _count_elements(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[int, int]:
     """Elements of weights, and of LoRA adapters."""
     sizes = {True: 0, False: 0}
@@ -641,7 +665,9 @@ class _LayerRun:
     def forward(self) -> dict[str, int]:
         """Run the layer's forward; returns totals by the names of `LayerProfile`'s fields."""
         with _autocast(self._training):
-            self._out = self._run_forward()
+            with _routers_seen(self._parts, self._layer, self._training) as router_logits:
+                self._out = self._run_forward()
+            router_bytes = sum(torch.softmax(x, dim=-1).nbytes for x in router_logits)
         matmuls = self._counter.matmuls
         recorded = self._recorder.stop()
         held = [x.output.take() for x in recorded if x.output is not None]
@@ -682,6 +708,7 @@ class _LayerRun:
             "tiled_bytes": tiled_bytes,
             "tile_bytes": tile_bytes,
             "tiles_recompute_flops": self._flops_in_tiles(unused),
+            "router_bytes": router_bytes,
         }
 
     def _rerun_bytes(self, held: set[int | None]) -> dict[str, int]:

@@ -13,15 +13,13 @@ import functools
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_runner import ChunkRunner
@@ -415,12 +413,17 @@ class PipelineEngine(Engine):
         self, call: ForwardCall, layout: BatchLayout, *, training: bool, reduces: bool
     ) -> PreparedStep:
         rows = _micro_batches(call.batch_rows, self.config)
+        if call.router_loss:
+            # With all layers in place, as hooks are added once, to layers that are there.
+            with self.staged.whole():
+                self.plans.collect_routers()
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0],
             call.total_tokens,
             call.device,
             micro_batches=len(rows),
             reduces=reduces,
+            router_loss=call.router_loss,
         )
         # After the last exchange: `gather_refusals` tells what this rank alone refuses from here.
         if reduces:
@@ -513,7 +516,7 @@ class PipelineEngine(Engine):
         self,
         prepared: PreparedStep,
         add_loss: AddLoss | None,
-        router_gradient: Callable[[RouterLoss], Tensor] | None,
+        router_gradient: Callable[[RouterLoss], Tensor] | None = None,
     ) -> StageRunner:
         cut, call = self.staged.cut, prepared.call
 
@@ -531,12 +534,8 @@ class PipelineEngine(Engine):
 
         router_loss = RouterLoss.of_call(call, backward_by_chunk=True)
         make_router_gradient = None
-        if router_loss is not None:
-            # With all layers in place, as Transformers sets its hooks once, on layers that it sees.
-            with self.staged.whole():
-                maybe_install_capturing_hooks(cast(PreTrainedModel, self.parts.base))
-            if router_gradient is not None:
-                make_router_gradient = functools.partial(router_gradient, router_loss)
+        if router_loss is not None and router_gradient is not None:
+            make_router_gradient = functools.partial(router_gradient, router_loss)
         self._stage_runner = StageRunner(
             self.staged,
             prepared,

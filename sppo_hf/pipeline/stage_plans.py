@@ -200,12 +200,14 @@ class StagePlanCache:
         *,
         micro_batches: int,
         reduces: bool = False,
+        router_loss: bool = False,
     ) -> BatchPlans:
         """Return the plans for `micro_batches` micro-batches of `rows` rows.
 
         All ranks call this at once. For a new shape each rank sends the predicted seconds of its
         stages to the others, so that all make the same prediction of the step. `reduces` is whether
-        gradients are averaged over replicas in this step.
+        gradients are averaged over replicas in this step, `router_loss` whether routers have a
+        loss.
 
         Raises:
             ConfigError: The settings do not fit the length.
@@ -226,7 +228,9 @@ class StagePlanCache:
             self._forget(self._recent_trained.use(trained))
         # The best schedule and the seconds of stages depend on the parameters that any rank trains.
         shape = BatchShape(
-            rows, total_tokens, training, device, trained, micro_batches=micro_batches
+            *(rows, total_tokens, training, device, trained),
+            router_loss=router_loss,
+            micro_batches=micro_batches,
         )
         if shape not in self._shapes:
             self._shapes[shape] = _KnownShape(*self._choose(shape))

@@ -37,7 +37,7 @@ from sppo_hf.planning.chunk_bounds import (
     names_cut,
     partitions_of,
 )
-from sppo_hf.planning.config_file import check_config
+from sppo_hf.planning.config_file import check_config, text_config
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
@@ -157,6 +157,7 @@ def request_for(
         parameter_bytes=size,
         lora=lora,
         layer_kernels=_has_layer_kernels(config, profile),
+        router_loss=bool(getattr(text_config(model_config), "output_router_logits", False)),
     )
     return PlanRequest(
         shape=ModelShape.from_profile(find_profile(model_config, training, trace)),

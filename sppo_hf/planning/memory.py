@@ -69,6 +69,7 @@ class Cause(StrEnum):
     PRODUCTS = "products", "matrix products", "with layer inputs and attention outputs", "", 0.4
     INPUTS = "skeletons", "layer inputs", "and attention outputs, to recompute the rest", "", 0.7
     HIDDEN = "hidden", "hidden states", "at the final norm and the loss, embeddings", "#56B4E9"
+    ROUTERS = "routers", "routers", "probabilities of experts, for the routers' loss", "#A6761D"
     GRAPH = "graph", "graph", "autograd's nodes, where host memory is the device's", "#8C6BB1"
     MESSAGES = "messages", "messages", "between stages, sent or received", "#B5B5B5"
     LOGITS_TILE = "logits_tile", "logits", "of one tile of the loss", "#D55E00"
@@ -722,6 +723,13 @@ class ByteTables:
         added = _by_kind(lambda kind: layers[kind].graph_nodes_per_1024, self.kinds)
         return GRAPH_NODE_BYTES * (nodes + added * self.lengths // 1024)
 
+    @cached_property
+    def routers(self) -> Bytes:
+        """Bytes of a layer's probabilities of experts, or of their gradient, [kinds, chunks]."""
+        layers = self.shape.layers
+        per_token = _by_kind(lambda kind: layers[kind].router_bytes, self.kinds)
+        return self.training * self.rows * per_token * self.lengths
+
     @property
     def until_backward(self) -> dict[Cause, Bytes]:
         """Device bytes of a layer over a chunk from its forward until its backward ends, by cause.
@@ -729,7 +737,7 @@ class ByteTables:
         Beside K/V and saved activations, whose tier is a decision. A cause that is added here is
         counted on one device and in pipelines.
         """
-        return {Cause.GRAPH: self.graph}
+        return {Cause.ROUTERS: self.routers, Cause.GRAPH: self.graph}
 
     def vocabulary_gradient_bytes(self, size: int) -> int:
         """Returns the bytes of the embedding's or head's gradient; 0 if they are frozen.

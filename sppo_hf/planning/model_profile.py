@@ -72,6 +72,10 @@ class Training:
     """Whether Liger's kernels run in place of norms and gated products that compute the same; they
     save less."""
 
+    router_loss: bool = False
+    """Whether Transformers collects what routers give, for a loss of theirs: this loss keeps it,
+    and modules with a router do not run in tiles."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
@@ -160,6 +164,9 @@ class LayerProfile:
     tiles_recompute_flops: int = 0
     """FLOPs that running in tiles adds to `inputs_recompute_flops`: a module whose output is needed
     later in the layer runs once for that output, and once more tile by tile."""
+
+    router_bytes: int = 0
+    """Bytes of the probabilities of experts that a loss of routers keeps."""
 
     borrows_keys: bool = False
     """Whether the layer reads K/V from an earlier layer's store (Gemma 3n, Gemma 4)."""

@@ -21,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine import family_guard as guard
 from sppo_hf.engine import loss as loss_module
-from sppo_hf.engine.convert import convert
+from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
+from sppo_hf.engine.sliced_calls import token_wise
 from sppo_hf.engine.structure import ModelParts, find_parts
+from sppo_hf.planning.memory import Cause
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 
@@ -593,6 +595,7 @@ def _settings(**others: Any) -> SPPOConfig:
         {"recompute": "full", "offload": "full"},
         {"recompute": "none", "offload": "full"},
         {"recompute": "full", "offload": "none", "micro_batch_size": 2},
+        {"recompute": "full", "order": "by_layer", "layer_tile_tokens": 8},
     ],
     ids=str,
 )
@@ -608,6 +611,16 @@ def test_tokens_after_the_last_label_count_in_the_router_loss(family: str) -> No
     batch = make_batch(rows=2, tokens=TOKENS)
     batch["labels"][:, 5:] = -100
     report = compare(build_tiny_model(family), batch, _settings())
+    assert report.exact, str(report)
+
+
+@pytest.mark.parametrize(
+    "family", [f"{name}-router-loss" for name in ("gpt_oss", "ernie4_5_moe", "qwen3_moe")]
+)
+def test_router_loss_where_other_modules_run_in_tiles(family: str) -> None:
+    settings = _settings(order="by_layer", layer_tile_tokens=8)
+    model = build_tiny_model(family)
+    report = compare(model, make_batch(rows=2, tokens=TOKENS, padding=(0, 5)), settings)
     assert report.exact, str(report)
 
 
@@ -701,6 +714,42 @@ def test_router_losses_beside_any_loss(asks: str, loss: Any, by_config: bool) ->
     torch.testing.assert_close(output.aux_loss, expected.aux_loss)
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["16 bits", "autocast"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe", "gpt_oss"])
+def test_plans_count_what_the_router_loss_keeps(
+    family: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model: Any = convert(build_tiny_model(family, dtype=dtype), _settings(recompute="none"))
+    engine = get_engine(model)
+    assert engine is not None
+    batch, kept, add = make_batch(rows=2, tokens=TOKENS), [], RouterLoss.add
+
+    def save(tensor: Tensor) -> Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    def observed(self: RouterLoss, *args: Any) -> Tensor | None:
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved):
+            return add(self, *args)
+
+    monkeypatch.setattr(RouterLoss, "add", observed)
+    tiles: list[tuple[set[str], int]] = []
+    for asks in ({}, {"output_router_logits": True}):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(**batch, **asks).loss.backward()
+        plan = list(engine.plans._plans.values())[-1]
+        assert plan.estimate.device[Cause.ROUTERS] == sum(kept)
+        layer = engine.parts.layers[-1]
+        found = token_wise(layer, torch.zeros(1, 1, engine.shape().hidden_size, dtype=dtype))
+        tiles.append(({x.name for x in found}, engine.shape().layers[-1].tile_bytes))
+    assert kept, "with the keyword alone"
+    # Modules with hooks inside do not run in tiles, which plans know.
+    (before, more), (after, less) = tiles
+    assert before - after == {"mlp"}
+    assert less < more
 
 
 def test_the_keyword_switches_the_router_loss_off() -> None:
