@@ -102,6 +102,8 @@ class _BetweenChunks:
     kv: KVStore | None
     """Keys and values; None in a layer without attention."""
     states: States = dataclasses.field(default_factory=dict)
+    next_chunk: int = 0
+    """First chunk that has not entered the layer."""
     """States of the layer's mixers after the last chunk that ran."""
     link: Tensor | None = None
     """The link of the layer's attention in that chunk."""
@@ -512,6 +514,13 @@ class ChunkRunner:
         args, kwargs = self._call.take(chunk - self._chunks.start)
         start, end = self.plan.bounds[chunk]
         between = self._between_chunks[index - self._layers.start]
+        if chunk < between.next_chunk:
+            raise UnsupportedModelError(
+                f"{self.parts.name} cannot be trained chunk by chunk: it runs layer {index} "
+                f"({type(layer).__name__}) more than once, so keys and values of its calls could "
+                "not be told apart. Train it without sppo_hf."
+            )
+        between.next_chunk = chunk + 1
         context = dataclasses.replace(
             self._context(),
             layer=index,

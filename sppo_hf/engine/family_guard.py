@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
@@ -69,7 +70,7 @@ def _has_router_loss(parts: ModelParts) -> bool:
 
 
 # By the class itself: a notebook may define another one of the same name.
-_verdicts: dict[tuple[type, str], str | None] = {}
+_verdicts: dict[tuple[type, str], str] = {}
 _state = threading.local()
 
 
@@ -105,14 +106,40 @@ def check_family(parts: ModelParts, *, router_loss: bool = False) -> None:
         config.get_text_config(decoder=True).output_router_logits = True
     key = parts.model_class, str(config.to_diff_dict())
     if key not in _verdicts:
-        with family_check_disabled():
-            _verdicts[key] = _verdict(parts, config)
+        try:
+            _verdicts[key] = _try_tiny_model(parts, config)
+        except ConfigError as error:
+            _verdicts[key] = ""
+            warnings.warn(
+                f"{parts.name}, model type {parts.model_type!r}, is not among the families that "
+                f"were proved exact, and no tiny model of it could be built to find out ({error}). "
+                "Compare a few steps with and without SPPOPlugin before you rely on it.",
+                stacklevel=2,
+            )
     reason = _verdicts[key]
-    if reason is not None:
+    if reason:
         raise UnsupportedModelError(
             f"{parts.name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, "
             "or choose a family that `sppo check --list` names."
         )
+
+
+def left_padding_reason(parts: ModelParts, rows: int) -> str:
+    """Return why rows of a batch may not begin with padding; "" where they may.
+
+    Of a family that tests do not cover, a tiny model is tried, once per process: mixers that keep
+    padding out of their states are exact, and may do so in batches of several rows only.
+    """
+    if is_proved(parts) or is_checking():
+        return ""
+    config, rows = _own_config(parts), min(rows, 2)
+    key = parts.model_class, f"{rows} rows of {config.to_diff_dict()}"
+    if key not in _verdicts:
+        try:
+            _verdicts[key] = _try_tiny_model(parts, config, left_padded_rows=rows)
+        except ConfigError as error:
+            _verdicts[key] = f"no tiny {parts.model_type} could be built to try it ({error})"
+    return _verdicts[key]
 
 
 _built: dict[tuple[type, str], frozenset[type] | None] = {}
@@ -142,30 +169,38 @@ def _own_config(parts: ModelParts) -> PreTrainedConfig:
     return parts.causal_lm.config if parts.is_multimodal else parts.text_config
 
 
-def _verdict(parts: ModelParts, config: PreTrainedConfig) -> str | None:
+def _try_tiny_model(
+    parts: ModelParts, config: PreTrainedConfig, *, left_padded_rows: int = 0
+) -> str:
+    """Return why a tiny model of `config` is refused or not exact; "" where it is exact.
+
+    A call may be the first to need this, whatever it runs in: no gradients, autocast.
+
+    Raises:
+        ConfigError: It cannot be built.
+    """
     # Imported at run time, because the harness is in a folder above this one.
     check_config = importlib.import_module("sppo_hf.testing.check").check_config
 
-    model_type = parts.model_type
     settings = SPPOConfig(num_chunks=4, show_plan=False, show_progress=False)
-    try:
-        with torch_code_alone(parts):
-            model_class = None if parts.is_stock else parts.model_class
-            result = check_config(config, settings, model_class=model_class)
-    except ConfigError as error:
-        warnings.warn(
-            f"{parts.name}, model type {model_type!r}, is not among the families that were proved "
-            f"exact, and no tiny model of it could be built to find out ({error}). Compare a few "
-            "steps with and without SPPOPlugin before you rely on it.",
-            stacklevel=2,
+    with (
+        family_check_disabled(),
+        torch_code_alone(parts),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+    ):
+        model_class = None if parts.is_stock else parts.model_class
+        result = check_config(
+            config, settings, model_class=model_class, left_padded_rows=left_padded_rows
         )
-        return None
     if result.status == "exact":
-        return None
+        return ""
     if result.status == "refused":
         return result.reason.rstrip(".")
     worst = result.worst_parameters[0][0] if result.worst_parameters else "the loss"
     return (
-        f"a tiny random {model_type} model was not exact when it was tried just now (error "
+        f"a tiny random {parts.model_type} model was not exact when it was tried just now (error "
         f"{result.error:.1e} in {worst}, at most {result.allowed:.0e} is allowed)"
     )

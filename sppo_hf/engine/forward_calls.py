@@ -14,11 +14,13 @@ with labels, are refused.
 [Note: left padding]
 Padding on the left is treated as a document of its own before the row's: real tokens do not see it,
 and what its queries see does not matter as long as nothing is predicted there. The unmodified model
-counts positions from the first column, padding included, and so does the chunked one.
+counts positions from the first column, padding included, and so does the chunked one. Its recurrent
+layers keep padding out of their states by zeros; ours begin anew behind it, which is the same.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,7 +34,7 @@ from torch.nn import functional as F
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.attention_interface import document_positions, is_causal_with
-from sppo_hf.engine.family_guard import is_proved
+from sppo_hf.engine.family_guard import left_padding_reason
 from sppo_hf.engine.structure import CACHE_ARGUMENTS, ModelParts
 from sppo_hf.errors import ConfigError
 
@@ -82,8 +84,6 @@ class ForwardCall:
     caches_by_default: bool
     """Whether the unmodified model would make a cache, as Transformers' configs have it."""
     return_dict: bool
-    left_padding: bool
-    """Whether rows may begin with padding; see `read_layout`."""
     parts: ModelParts
 
     @property
@@ -160,7 +160,7 @@ class ForwardCall:
             cu_seq_lens=self.cu_seq_lens,
             shift_labels_BT=None if all_positions else self.shift_labels,
             ignore_index=self.ignore_index,
-            left_padding=self.left_padding,
+            left_padding=functools.partial(left_padding_reason, self.parts, self.batch_rows),
             blocks=bool(getattr(self.parts.text_config, "attention_chunk_size", None)),
         )
         by_positions = self.attention_mask is None and self.cu_seq_lens is None
@@ -362,7 +362,6 @@ def read_call(
         return_dict=bool(
             parts.causal_lm.config.return_dict if return_dict is None else return_dict
         ),
-        left_padding=is_proved(parts),
         parts=parts,
     )
     for name, value in given.items():
@@ -500,7 +499,7 @@ def read_layout(
     cu_seq_lens: Tensor | None,
     shift_labels_BT: Tensor | None,
     ignore_index: int,
-    left_padding: bool = False,
+    left_padding: Callable[[], str] = lambda: "",
     blocks: bool = False,
 ) -> BatchLayout:
     """Read the layout of a batch of B rows of T tokens.
@@ -513,8 +512,9 @@ def read_layout(
         cu_seq_lens: Cumulative document lengths of a batch of one packed row, or None.
         shift_labels_BT: Labels aligned with the positions that predict them, or None.
         ignore_index: The label that is not counted.
-        left_padding: Whether rows may begin with padding: the model is known to count positions
-            from the first column, whatever the mask is.
+        left_padding: Returns why rows of this model may not begin with padding; "" if they may. It
+            must count positions from the first column, whatever the mask is, and begin states
+            behind the padding.
         blocks: Whether layers attend within blocks of tokens (Llama 4). The model counts blocks by
             positions, chunked attention from a document's first token.
 
@@ -530,7 +530,7 @@ def read_layout(
     if attention_mask is not None:
         spans = _real_spans(attention_mask, batch_rows, total_tokens)
         if any(start for start, _ in spans):
-            _refuse_left_padding(spans, shift_labels_BT, ignore_index, known=left_padding)
+            _refuse_left_padding(spans, shift_labels_BT, ignore_index, left_padding)
         _warn_if_packing_is_ignored(position_ids, attention_mask)
         return _padded(spans, total_tokens, labelled, shift_labels_BT, ignore_index)
     rows = None if position_ids is None else _packed_by_positions(position_ids, batch_rows)
@@ -603,16 +603,17 @@ def _real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[
 
 
 def _refuse_left_padding(
-    spans: list[tuple[int, int]], shift_labels_BT: Tensor | None, ignore_index: int, *, known: bool
+    spans: list[tuple[int, int]],
+    shift_labels_BT: Tensor | None,
+    ignore_index: int,
+    of_model: Callable[[], str],
 ) -> None:
     """Refuse left padding where it cannot be known to be exact."""
     row = next(index for index, (start, _) in enumerate(spans) if start)
-    reason = ""
-    if shift_labels_BT is None:
-        reason = "without labels it is not known that nothing is predicted there"
-    elif not known:
-        reason = "it is exact only for the families that `sppo check --list` names"
-    else:
+    reason = "without labels it is not known that nothing is predicted there"
+    if shift_labels_BT is not None:
+        reason = of_model()
+    if shift_labels_BT is not None and not reason:
         at = torch.arange(shift_labels_BT.shape[1], device=shift_labels_BT.device)
         start_B1 = torch.tensor([start for start, _ in spans], device=at.device)[:, None]
         counts_B = ((shift_labels_BT != ignore_index) & (at < start_B1)).any(1)
@@ -625,8 +626,9 @@ def _refuse_left_padding(
     if reason:
         raise ConfigError(
             f"attention_mask has left padding in row {row}: {reason}. Right padding is always "
-            "fine: set tokenizer.padding_side = 'right', or drop the padding (TRL's GRPOTrainer and "
-            "RLOOTrainer pad prompts on the left whatever is set: give them prompts of one length)."
+            "fine: set tokenizer.padding_side = 'right', or drop the padding. TRL's GRPOTrainer "
+            "and RLOOTrainer pad prompts on the left whatever is set: give them prompts of one "
+            "length."
         )
 
 

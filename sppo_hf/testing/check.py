@@ -111,6 +111,7 @@ def check_config(
     config: SPPOConfig,
     *,
     model_class: type[PreTrainedModel] | None = None,
+    left_padded_rows: int = 0,
 ) -> CheckResult:
     """Check a tiny random model of a Transformers configuration in float64, as `check_model`.
 
@@ -118,12 +119,18 @@ def check_config(
         hf_config: what the tiny model is made from.
         config: settings of the chunked run.
         model_class: the model's class; None takes Transformers' own.
+        left_padded_rows: rows of one batch that begins with padding, which is then all that is
+            tried; 0 for batches that do not.
 
     Raises:
         ConfigError: no tiny model of this configuration can be built.
     """
     with warnings.catch_warnings(action="ignore"):
         model = tiny_model(hf_config, model_class=model_class)
+        if left_padded_rows:
+            return _check(
+                model, hf_config.model_type, config, rows=left_padded_rows, left_padding=True
+            )
         result = _check(model, hf_config.model_type, config, rows=2)
         if result.status != "exact":
             return result
@@ -152,6 +159,7 @@ def _check(
     tokens: int = 29,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    left_padding: bool = False,
 ) -> CheckResult:
     direct = dtype in TOLERANCE
     text = model.config.get_text_config(decoder=True)
@@ -159,11 +167,10 @@ def _check(
     if vocab_size is None:
         raise ConfigError(f"model type {text.model_type!r} has no vocabulary. {_NAMES}")
     _check_tokens(rows, tokens, getattr(text, "num_attention_heads", 1), vocab_size)
-    padding = (0,) * (rows - 1) + (tokens // 3,) if rows > 1 else ()
+    padding = (0,) * (rows - 1) + (tokens // 3,)
+    padded = {"left_padding": padding} if left_padding else {"padding": padding * (rows > 1)}
     batches = [
-        make_batch(
-            rows=rows, tokens=tokens, vocab_size=vocab_size, padding=padding, seed=seed + index
-        )
+        make_batch(rows=rows, tokens=tokens, vocab_size=vocab_size, seed=seed + index, **padded)
         for index in range(1 if direct else _DRIFT_BATCHES)
     ]
     facts: dict[str, Any] = {

@@ -214,11 +214,7 @@ def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str,
     """
     if not layers:
         return {}
-    lists = {
-        name: value
-        for name, value in original.items()
-        if isinstance(value, list) and len(value) == layers and not name.endswith(_INDEX_LISTS)
-    }
+    lists = _per_layer(original, layers)
     own = {int(key): value for key, value in (original.get("per_layer_config") or {}).items()}
     kinds: dict[str, int] = {}
     described = ""
@@ -239,6 +235,15 @@ def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str,
             index: _shrink_own(own[layer]) for index, layer in enumerate(chosen) if layer in own
         }
     return settings
+
+
+def _per_layer(original: Mapping[str, Any], layers: int | None) -> dict[str, list[Any]]:
+    """Settings that are lists with a value for each layer."""
+    return {
+        name: value
+        for name, value in original.items()
+        if isinstance(value, list) and len(value) == layers and not name.endswith(_INDEX_LISTS)
+    }
 
 
 def _shrink_own(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,6 +343,7 @@ def _make_config(name: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     _check_causal(default)
     try:
         settings = shrink(default)
+        usual = settings.get("num_hidden_layers", _LAYERS)
         if isinstance(getattr(default, "is_decoder", None), bool):
             # Families that also have bidirectional models.
             settings["is_decoder"] = True
@@ -346,6 +352,16 @@ def _make_config(name: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
             if isinstance(vars(default).get(stored), PreTrainedConfig):
                 value = {**settings[stored], **value}
             settings[stored] = value
+        if layers := overrides.get("num_hidden_layers"):
+            # The last layer keeps its kind.
+            before = [at % usual for at in range(-layers, 0)]
+            lists = _per_layer(default.to_dict(), getattr(default, "num_hidden_layers", None))
+            for field in lists.keys() & settings.keys() - overrides.keys():
+                settings[field] = [settings[field][at] for at in before]
+            if own := settings.get("per_layer_config"):
+                settings["per_layer_config"] = {
+                    layer: own[at] for layer, at in enumerate(before) if at in own
+                }
         return AutoConfig.for_model(family.model_type, **settings)
     except BUILD_ERRORS as error:
         raise _not_buildable(family.model_type, error) from error

@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.engine.loss import ChunkedLoss
 from sppo_hf.engine.structure import auto_class_of, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.testing.tiny_families import FAMILIES
-from sppo_hf.testing.tiny_models import build_tiny_model, tiny_config
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config
 from tests.engine.forced_plans import force_modes
 from tests.sweeps import KINDS, sample
 
@@ -134,6 +136,19 @@ def test_autograd_saves_nothing_wide_of_the_final_norm(trains: bool) -> None:
     assert not wide, [(x.shape, x.dtype) for x in wide]
     revert(model)
     assert any(x.dtype == torch.float32 for x in saved_by_autograd(model, ids)), "the model has"
+
+
+@pytest.mark.skipif("dory" not in CONFIG_MAPPING, reason="this Transformers has no Dory")
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+def test_models_that_run_a_layer_again_are_refused(order: Any) -> None:
+    """Looped transformers; one whose list names a layer twice is refused when it is converted."""
+    model = build_tiny_model("dory", dtype=torch.float32)
+    with family_check_disabled():
+        convert(model, SPPOConfig(num_chunks=2, order=order, show_plan=False))
+    with pytest.raises(
+        UnsupportedModelError, match=r"layer \d .*DoryDecoderLayer.* more than once"
+    ):
+        model(**make_batch())
 
 
 def test_the_final_norm_is_found_by_its_place() -> None:

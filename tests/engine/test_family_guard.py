@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from sppo_hf import SPPOConfig, UnsupportedModelError
+from sppo_hf import ConfigError, SPPOConfig, UnsupportedModelError
 from sppo_hf.engine import family_guard as guard
 from sppo_hf.engine.convert import convert, is_converted
 from sppo_hf.planning.config_file import bypasses_attention_interface
 from sppo_hf.testing.tiny_families import FAMILIES, MULTIMODAL
-from sppo_hf.testing.tiny_models import build_tiny_model, tiny_config
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config
 from tests.engine.forced_plans import trace_short_scans
 from tests.engine.test_exactness import MIXERS, REFUSED, STATES
 
@@ -41,8 +41,8 @@ def test_every_proved_family_is_in_the_harness_and_not_refused_there():
 def test_an_unknown_family_is_checked_once(monkeypatch):
     model = convert(build_tiny_model("llama"), QUIET)
     assert is_converted(model)
-    assert list(guard._verdicts.values()) == [None]
-    monkeypatch.setattr(guard, "_verdict", lambda _: pytest.fail("tried twice"))
+    assert list(guard._verdicts.values()) == [""]
+    monkeypatch.setattr(guard, "_try_tiny_model", lambda *_: pytest.fail("tried twice"))
     convert(build_tiny_model("llama"), QUIET)
 
 
@@ -54,7 +54,7 @@ def test_an_unknown_family_is_tried_on_the_cpu_and_no_device_is_seeded(monkeypat
     before = torch.get_rng_state()
     with torch.device("meta"):  # as `torch.set_default_device("cuda")` would have it elsewhere
         convert(model, QUIET)
-    assert list(guard._verdicts.values()) == [None]
+    assert list(guard._verdicts.values()) == [""]
     assert not recwarn.list
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -72,6 +72,35 @@ def test_an_unknown_family_that_is_not_exact_is_refused(monkeypatch):
         convert(model, QUIET)
     assert not is_converted(model)
     assert "forward" not in model.__dict__
+
+
+def test_left_padding_of_an_unknown_family_is_tried_once_for_several_rows_and_for_one(monkeypatch):
+    """As a trainer that generates does: first without gradients, in 16 bits, anywhere in a run."""
+    model = convert(build_tiny_model("llama", dtype=torch.float32), QUIET)
+    batch = make_batch(rows=3, tokens=23, left_padding=(5, 0, 9))
+    before = torch.get_rng_state()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        model(**batch)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [key.partition(" rows")[0] for _, key in guard._verdicts][1:] == ["2"]
+    model(**{name: x[:1] for name, x in batch.items()})
+    assert [key.partition(" rows")[0] for _, key in guard._verdicts][1:] == ["2", "1"]
+    assert set(guard._verdicts.values()) == {""}
+    monkeypatch.setattr(guard, "_try_tiny_model", lambda *_, **__: pytest.fail("tried twice"))
+    model(**batch).loss.backward()
+
+
+def test_left_padding_that_is_not_exact_is_refused_in_words(monkeypatch):
+    if "zaya" not in CONFIG_MAPPING:
+        pytest.skip("this Transformers has no Zaya")
+    model = convert(build_tiny_model("zaya"), QUIET)
+    batch = make_batch(rows=2, tokens=23, left_padding=(0, 5))
+    said = r"left padding in row 1: packed documents .* a mixer returns .*padding_side = 'right'"
+    with pytest.raises(ConfigError, match=said):
+        model(**batch)
+    monkeypatch.setattr(guard, "_try_tiny_model", lambda *_, **__: pytest.fail("tried twice"))
+    with pytest.raises(ConfigError, match=said):
+        model(**batch)
 
 
 class _MixingMLP(LlamaMLP):
@@ -104,7 +133,7 @@ def test_a_users_subclass_of_a_proved_family_is_tried(monkeypatch):
     monkeypatch.setattr(guard, "_verdicts", {})
     config = tiny_config("llama")
     assert is_converted(convert(_OwnLlama(config), QUIET))
-    assert list(guard._verdicts.values()) == [None]
+    assert list(guard._verdicts.values()) == [""]
     mixing = _MixingLlama(config)
     with pytest.raises(UnsupportedModelError, match=r"_MixingLlama .*was not exact when it was tr"):
         convert(mixing, QUIET)
@@ -129,10 +158,10 @@ def test_a_family_without_a_tiny_model_gives_a_warning(monkeypatch):
     monkeypatch.setattr(guard, "_state", guard.threading.local())
     monkeypatch.setattr("sppo_hf.testing.check.model_from_config", _cannot)
     with pytest.warns(UserWarning, match="not among the families that were proved exact"):
-        convert(build_tiny_model("llama", dtype=torch.float32), QUIET)
+        model = convert(build_tiny_model("llama", dtype=torch.float32), QUIET)
+    with pytest.raises(ConfigError, match=r"left padding in row 0: no tiny llama .*too exotic"):
+        model(**make_batch(rows=1, tokens=23, left_padding=(5,)))
 
 
 def _cannot(*_, **__):
-    from sppo_hf import ConfigError
-
     raise ConfigError("too exotic")

@@ -196,7 +196,7 @@ def test_padding_in_front_is_a_document_of_its_own():
     mask = _both_sides((2, 5), (0, 4))
     # Shifted labels: those of index 1 and before are predicted by padding.
     labels = torch.zeros(2, 6, dtype=torch.long).masked_fill(~mask, -100)
-    layout = _read(attention_mask=mask, shift_labels_BT=labels, left_padding=True)
+    layout = _read(attention_mask=mask, shift_labels_BT=labels)
     assert layout.rows == (RowSpans(((0, 2), (2, 6)), 5), RowSpans(((0, 6),), 4))
     assert layout.used_tokens == 5
     assert layout.labelled == (True,) * 5 + (False,)
@@ -204,7 +204,7 @@ def test_padding_in_front_is_a_document_of_its_own():
 
 def test_left_padding_that_cannot_be_exact_is_refused():
     mask = _both_sides((0, 6), (2, 6))
-    given = {"attention_mask": mask, "left_padding": True}
+    given: dict[str, Any] = {"attention_mask": mask}
     labels = torch.zeros(2, 6, dtype=torch.long).masked_fill(~mask, -100)
     labels[1, 1] = 7
     with pytest.raises(
@@ -215,17 +215,15 @@ def test_left_padding_that_cannot_be_exact_is_refused():
     assert _read(**given, shift_labels_BT=labels).rows is not None
     with pytest.raises(ConfigError, match="left padding in row 1: without labels"):
         _read(**given)
-    with pytest.raises(
-        ConfigError, match="left padding in row 1: it is exact only for the families"
-    ):
-        _read(**{**given, "left_padding": False}, shift_labels_BT=labels)
+    with pytest.raises(ConfigError, match=r"left padding in row 1: why\. Right padding is"):
+        _read(**given, shift_labels_BT=labels, left_padding=lambda: "why")
 
 
 def test_positions_of_padding_are_no_packing(recwarn):
     mask = _both_sides((2, 6), (3, 6))
     labels = torch.full((2, 6), -100)
     positions = (mask.cumsum(1) - 1).masked_fill(~mask, 1)
-    _read(attention_mask=mask, shift_labels_BT=labels, position_ids=positions, left_padding=True)
+    _read(attention_mask=mask, shift_labels_BT=labels, position_ids=positions)
     assert not recwarn.list
 
 

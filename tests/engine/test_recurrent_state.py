@@ -312,21 +312,17 @@ def test_chunks_of_one_token_that_cannot_be_lengthened_are_refused(
         run_batch(model, make_batch(tokens=23))
 
 
-def test_left_padding_is_refused_in_words() -> None:
-    model = convert(build_tiny_model("bamba"), settings_of(8, 15))
-    with pytest.raises(ConfigError, match=r"left padding in row 0.*padding_side = 'right'"):
-        run_batch(model, make_batch(rows=2, tokens=23, left_padding=(5, 0)))
-
-
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str, str]:
+def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], str, str]:
     """Chunk lengths of at least two tokens but the first, padding of each row, modes."""
     first = draw(st.integers(1, 9))
     lengths = (first, *draw(st.lists(st.integers(2, 11), max_size=4)))
     rows = draw(st.integers(1, 3))
     padding = tuple(draw(st.integers(0, sum(lengths) - 1)) for _ in range(rows))
-    mode = draw(st.sampled_from(["none", "full"]))
-    return lengths, padding, mode, draw(st.sampled_from(["none", "full"]))
+    most = [sum(lengths) - 1 - length for length in padding]
+    left = tuple(draw(st.integers(0, length)) for length in most) if draw(st.booleans()) else ()
+    modes = tuple(draw(st.sampled_from(["none", "full"])) for _ in range(2))
+    return lengths, {"padding": padding, "left_padding": left}, *modes
 
 
 @pytest.mark.slow
@@ -337,7 +333,7 @@ def test_any_lengths_rows_and_padding(family: str, case: Any) -> None:
     lengths, padding, recompute, offload = case
     report = compare(
         build_tiny_model(family),
-        make_batch(rows=len(padding), tokens=sum(lengths), padding=padding),
+        make_batch(rows=len(padding["padding"]), tokens=sum(lengths), **padding),
         settings_of(*lengths, recompute=recompute, offload=offload, min_offload_size=1),
     )
     assert report.exact, f"{report} {case}"

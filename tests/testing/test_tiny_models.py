@@ -154,6 +154,19 @@ def test_layers_of_every_kind_survive() -> None:
     ]
 
 
+@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2_moe", "nemotron_h"])
+def test_another_number_of_layers_keeps_the_kinds_of_the_last_ones(
+    family: str, layers: int
+) -> None:
+    usual: Any = tiny_config(family)
+    config: Any = tiny_config(family, num_hidden_layers=layers)
+    both = min(layers, usual.num_hidden_layers)
+    assert config.num_hidden_layers == layers == len(config.layer_types)
+    assert config.layer_types[-both:] == usual.layer_types[-both:]
+    build_tiny_model(family, num_hidden_layers=layers)
+
+
 def test_settings_of_single_layers_follow_their_layer() -> None:
     config = shrunk_config(AutoConfig.for_model("gemma4_text"))
     sizes = [config.per_layer_config[layer].head_dim for layer in range(3)]
