@@ -132,6 +132,12 @@ ONE_DEVICE = {
         "settings": {"return_logits": True},
         "arguments": {"per_device_train_batch_size": 4, "num_generations": 2},
     },
+    # Recurrent layers, whose states begin behind that padding.
+    "generated, recurrent": {
+        "trainer": "grpo",
+        "family": "qwen3_5_text",
+        "arguments": {"per_device_train_batch_size": 4, "num_generations": 2},
+    },
     # Experts: each trainer asks for the routers' loss in its own way.
     "experts": {
         "trainer": "sft",
