@@ -117,11 +117,18 @@ def check_family(parts: ModelParts, *, router_loss: bool = False) -> None:
                 stacklevel=2,
             )
     reason = _verdicts[key]
-    if reason:
+    if not reason:
+        return
+    if router_loss:
         raise UnsupportedModelError(
-            f"{parts.name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, "
-            "or choose a family that `sppo check --list` names."
+            f"{parts.name} cannot be trained chunk by chunk with a loss of its routers "
+            f"(output_router_logits=True): {reason}. Set model.config.output_router_logits = False "
+            "(under TRL, router_aux_loss_coef=0.0 in its arguments), or train it without sppo_hf."
         )
+    raise UnsupportedModelError(
+        f"{parts.name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, "
+        "or choose a family that `sppo check --list` names."
+    )
 
 
 def left_padding_reason(parts: ModelParts, rows: int) -> str:

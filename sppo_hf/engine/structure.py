@@ -680,7 +680,7 @@ def collected_routers(parts: ModelParts) -> dict[type[nn.Module], int]:
 
     Each with the place of the logits among what the module returns.
     """
-    recorders = (getattr(parts.base, "_can_record_outputs", None) or {}).get("router_logits", ())
+    recorders = (getattr(parts.decoder, "_can_record_outputs", None) or {}).get("router_logits", ())
     several = recorders if isinstance(recorders, (list, tuple)) else (recorders,)
     return {getattr(one, "target_class", one): getattr(one, "index", 1) for one in several}
 

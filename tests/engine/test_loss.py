@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sppo_hf import SPPOConfig, SPPOError
+from sppo_hf import SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine import family_guard as guard
 from sppo_hf.engine import loss as loss_module
 from sppo_hf.engine.convert import convert, get_engine
@@ -657,6 +657,16 @@ def test_an_unproved_family_is_tried_when_its_router_loss_is_switched_on(
     assert list(guard._verdicts.values()) == [""]
     ((_, config),) = guard._verdicts
     assert "'output_router_logits': True" in config
+
+
+def test_a_family_that_is_not_exact_with_its_router_loss_trains_without() -> None:
+    model = convert(build_tiny_model("jetmoe", dtype=torch.float32), _settings())
+    batch = make_batch(tokens=TOKENS)
+    with pytest.raises(
+        UnsupportedModelError, match=r"with a loss of its routers .*: it fails in .*coef=0\.0 in"
+    ):
+        model(**batch, output_router_logits=True)
+    model(**batch).loss.backward()
 
 
 def test_a_family_proved_without_its_router_loss_is_tried_with_it() -> None:
