@@ -102,9 +102,9 @@ class _BetweenChunks:
     kv: KVStore | None
     """Keys and values; None in a layer without attention."""
     states: States = dataclasses.field(default_factory=dict)
+    """States of the layer's mixers after the last chunk that ran."""
     next_chunk: int = 0
     """First chunk that has not entered the layer."""
-    """States of the layer's mixers after the last chunk that ran."""
     link: Tensor | None = None
     """The link of the layer's attention in that chunk."""
 

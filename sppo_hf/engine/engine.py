@@ -544,7 +544,11 @@ class ForwardStep:
         """Frees heap memory on a CPU."""
 
     def run(self) -> ModelOutput:
-        """Run the layers, then head and loss."""
+        """Run the layers, then head and loss.
+
+        Raises:
+            UnsupportedModelError: The call asks for a router loss, whose factors are not found.
+        """
         engine, call, layout, plan = self.engine, self.call, self.layout, self.plan
         router_loss = RouterLoss.of_call(call)
         used = layout.used_tokens or call.total_tokens
@@ -696,9 +700,7 @@ class ForwardStep:
             has_states=self._has_states,
             is_sharded=self._is_sharded,
         )
-        constants = dict(call.constants)
-        if router_loss is not None:
-            constants["output_router_logits"] = True
+        constants = call.constants | call.router_switch
         inputs = ChunkInputs(self._inputs(), positions, constants).rows(*group)
         skip_padding &= layout.used_tokens > 0 and not self._runs_all_chunks
         stop = layout.used_tokens if skip_padding else call.total_tokens

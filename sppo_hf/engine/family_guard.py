@@ -43,6 +43,13 @@ PROVED_ROUTER_LOSS = frozenset(
 """Model types whose auxiliary router loss is exact in these tests, too."""
 
 
+WITHOUT_ROUTER_LOSS = (
+    "set model.config.output_router_logits = False and leave that argument out of calls (under "
+    "TRL: router_aux_loss_coef=0.0 in its arguments)"
+)
+"""How to train a model with experts without the loss of its routers."""
+
+
 def is_proved(parts: ModelParts) -> bool:
     """Whether tests cover the family; for a multimodal model, also that of its text decoder.
 
@@ -59,8 +66,13 @@ def check_router_loss(parts: ModelParts, asked_for: bool) -> None:
     """Call `check_family` if a call asks for a router loss that was off at conversion.
 
     Raises:
-        UnsupportedModelError: as `check_family` does.
+        UnsupportedModelError: as `check_family` does, or the model has no such loss.
     """
+    if asked_for and not hasattr(parts.text_config, "output_router_logits"):
+        raise UnsupportedModelError(
+            f"{parts.name} was called with output_router_logits=True, but has no loss of routers: "
+            "its config has no such setting. Leave the argument out."
+        )
     if asked_for and not (parts.is_stock and parts.model_type in PROVED_ROUTER_LOSS):
         check_family(parts, router_loss=True)
 
@@ -119,11 +131,11 @@ def check_family(parts: ModelParts, *, router_loss: bool = False) -> None:
     reason = _verdicts[key]
     if not reason:
         return
-    if router_loss:
+    if router_loss or _has_router_loss(parts):
         raise UnsupportedModelError(
             f"{parts.name} cannot be trained chunk by chunk with a loss of its routers "
-            f"(output_router_logits=True): {reason}. Set model.config.output_router_logits = False "
-            "(under TRL, router_aux_loss_coef=0.0 in its arguments), or train it without sppo_hf."
+            f"(output_router_logits=True): {reason}. Remedy: {WITHOUT_ROUTER_LOSS}; or train it "
+            "without sppo_hf."
         )
     raise UnsupportedModelError(
         f"{parts.name} cannot be trained chunk by chunk: {reason}. Train it without sppo_hf, "

@@ -110,6 +110,12 @@ class ForwardCall:
         """Device of the inputs."""
         return self._first.device
 
+    @property
+    def router_switch(self) -> dict[str, bool]:
+        """Argument of the base model; none for models without routers."""
+        by_config = getattr(self.parts.text_config, _ROUTER_SWITCH, False)
+        return {_ROUTER_SWITCH: self.router_loss} if self.router_loss or by_config else {}
+
     def positions(self) -> Tensor:
         """Positions of the tokens, `[B or 1, T]`, counted from 0 unless given; may have axes."""
         if self.position_ids is not None:

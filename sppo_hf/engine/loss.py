@@ -57,6 +57,7 @@ from transformers.modeling_outputs import (
     MoeCausalLMOutputWithPast,
 )
 
+from sppo_hf.engine.family_guard import WITHOUT_ROUTER_LOSS
 from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.structure import (
@@ -624,9 +625,8 @@ class RouterLoss:
         if any(value is None for value in values):
             raise UnsupportedModelError(
                 f"{parts.name}: output_router_logits=True adds an auxiliary loss whose experts, "
-                "choices and coefficient are not where Transformers' models have them. Set "
-                "model.config.output_router_logits = False (under TRL, router_aux_loss_coef=0.0 "
-                "in its arguments) to train without it."
+                "choices and coefficient are not where Transformers' models have them. Remedy: "
+                f"{WITHOUT_ROUTER_LOSS}."
             )
         return cls(*values, backward_by_chunk=backward_by_chunk)  # type: ignore[arg-type]
 

@@ -36,7 +36,7 @@ from sppo_hf.engine.device_facts import (
 )
 from sppo_hf.engine.sequence_group import SequenceGroup, held_kv_heads, local_heads
 from sppo_hf.engine.step_observer import StepObserver, StepTimer
-from sppo_hf.engine.structure import ModelParts, collects_routers
+from sppo_hf.engine.structure import CAPTURES, ModelParts
 from sppo_hf.errors import ConfigError, RankLostError, SPPOError
 from sppo_hf.offload.copy_streams import Copier
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier, make_engine
@@ -70,7 +70,7 @@ class BatchShape(NamedTuple):
     return_logits: bool = False
     """Whether the logits of all tokens are kept."""
     router_loss: bool = False
-    """Whether routers have a loss, see `Training`."""
+    """See `ModelShape`."""
     micro_batches: int = 1
     """Number of micro-batches of a pipeline's step."""
 
@@ -369,8 +369,8 @@ class PlanCache:
     ) -> Plan:
         """The plan for batches of this shape; made and shown at the first call, then reused.
 
-        With `return_logits` the plan counts the logits of all tokens. With `router_loss`, hooks
-        collect what routers give (`Training.router_loss`).
+        With `return_logits` the plan counts the logits of all tokens, with `router_loss` what that
+        keeps.
 
         Raises:
             ConfigError: The device's type is not supported, or the settings do not fit the length.
@@ -491,6 +491,7 @@ class PlanCache:
         """Return the request of a plan for batches of this shape; `options` are fields of it."""
         device = batch.device
         use_expandable_segments(device)
+        shape = replace(shape, router_loss=batch.router_loss)
         name, reason = self.describe_backends(shape, device)
         if self._group is not None:
             shape = replace(shape, sp=self._group.size)
@@ -618,15 +619,23 @@ class PlanCache:
             self._shapes[self.trained] = model_shape(self._parts)
         return self._shapes[self.trained]
 
-    def collect_routers(self) -> None:
-        """Let Transformers collect what routers give from now on; see `Training.router_loss`.
+    def collect_routers(self) -> bool:
+        """Let Transformers collect what routers give from now on, and drop all plans before that.
 
         To be called before a plan of a call that asks for their loss: the first such call adds
-        hooks, with which modules cost and save other bytes.
+        hooks, with which modules save other bytes; see `Training.router_loss`.
+
+        Returns:
+            Whether this is the first such call.
         """
-        if not collects_routers(self._parts):
-            maybe_install_capturing_hooks(cast(PreTrainedModel, self._parts.base))
-            self._shapes.clear()
+        # The model whose forward collects them: of multimodal ones it is not the whole.
+        decoder = self._parts.decoder
+        if getattr(decoder, CAPTURES, False):
+            return False
+        maybe_install_capturing_hooks(cast(PreTrainedModel, decoder))
+        self._shapes.clear()
+        self._plans.clear()
+        return True
 
     def choose_backend(self, requirement: AttentionSpec) -> Backend:
         """The attention backend for a layer's requirement.

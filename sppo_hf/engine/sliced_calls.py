@@ -53,6 +53,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
 from sppo_hf.engine.stages import AbsentLayer, as_returned, returned_values
 from sppo_hf.engine.structure import (
+    CAPTURES,
     ModelParts,
     all_modules,
     has_hooks,
@@ -68,11 +69,6 @@ from sppo_hf.planning.chunk_bounds import Bounds
 
 EXAMPLE_TOKENS = 2
 """Tokens of the call that shows which dims are the tokens; 1 if the real call has 2."""
-
-
-# Transformers sets this attribute on a model when it hooks layers and routers to collect their
-# outputs, at the first call that requests them. That must not be one in which layers do not run.
-_CAPTURES = "_output_capturing_hooks_installed"
 
 
 class CannotRunByLayer(Exception):
@@ -192,7 +188,7 @@ def layer_calls(parts: ModelParts, run_base: Callable[[], object]) -> dict[int, 
         with (
             patched_attribute("forward", recorders),
             patched_attribute("_call_impl", recorders),
-            patched_attribute(_CAPTURES, captures),
+            patched_attribute(CAPTURES, captures),
             patched_attribute("gradient_checkpointing", dict.fromkeys(parts.layers, False)),
         ):
             run_base()

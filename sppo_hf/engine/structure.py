@@ -54,6 +54,10 @@ ATTENTION_DROPOUT_FIELDS = (
 CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 """Names of a forward's cache argument: since Transformers 5.24; before that in Mamba; in others."""
 
+# Transformers sets this attribute on a model when it hooks layers and routers to collect their
+# outputs, at the first call that requests them. That must not be one in which layers do not run.
+CAPTURES = "_output_capturing_hooks_installed"
+
 _STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 
@@ -687,7 +691,7 @@ def collected_routers(parts: ModelParts) -> dict[type[nn.Module], int]:
 
 def collects_routers(parts: ModelParts) -> bool:
     """Whether hooks of Transformers collect what routers give, which a first such call adds."""
-    installed = getattr(parts.base, "_output_capturing_hooks_installed", False)
+    installed = getattr(parts.decoder, CAPTURES, False)
     return installed and bool(collected_routers(parts))
 
 

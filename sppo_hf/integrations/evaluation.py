@@ -203,7 +203,7 @@ class TrainerEvaluation(TrainerMethods):
         if not isinstance(labels, Tensor) or labels.ndim != 2 or is_outside:
             return None  # nothing runs chunk by chunk, or the engine refuses it with its own words
         function = self._function
-        may_reduce = function is not None and self._may_reduce(engine)
+        may_reduce = function is not None and self._may_reduce(engine, inputs)
         is_token_wise = self._verdict[1] if self._verdict and self._verdict[0] == function else None
         if not may_reduce or is_token_wise is False:
             self._check_logits_fit(engine, *labels.shape)
@@ -225,15 +225,19 @@ class TrainerEvaluation(TrainerMethods):
         """The name, in a user's script, of what needs logits."""
         return "predict()" if self._trainer.compute_metrics is None else "compute_metrics"
 
-    def _may_reduce(self, engine: Engine) -> bool:
+    def _may_reduce(self, engine: Engine, inputs: Mapping[str, Any] | None = None) -> bool:
         """Whether the function for logits gets these alone, and nothing else reads them.
+
+        Of a batch, `inputs`; None for one that is not known yet.
 
         A model with a router loss returns that beside them, and the function gets both in a tuple.
         """
         others_read = engine.config.return_logits or any(
             self._overrides(name) for name in ("prediction_step", "compute_loss")
         )
-        has_router_loss = getattr(engine.parts.text_config, "output_router_logits", False)
+        has_router_loss = (inputs or {}).get("output_router_logits")
+        if has_router_loss is None:
+            has_router_loss = getattr(engine.parts.text_config, "output_router_logits", False)
         alone = not others_read and not has_router_loss
         return alone and self._trainer.label_names == ["labels"]
 

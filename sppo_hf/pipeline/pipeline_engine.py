@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
-from sppo_hf.engine.family_guard import check_router_loss
+from sppo_hf.engine.family_guard import WITHOUT_ROUTER_LOSS, check_router_loss
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.loss import RouterLoss, divide_loss
 from sppo_hf.engine.plan_cache import StepRows, trainable_mask
@@ -414,9 +414,10 @@ class PipelineEngine(Engine):
     ) -> PreparedStep:
         rows = _micro_batches(call.batch_rows, self.config)
         if call.router_loss:
+            RouterLoss.of_call(call)  # refused here, if it is, and so by all ranks
             # With all layers in place, as hooks are added once, to layers that are there.
             with self.staged.whole():
-                self.plans.collect_routers()
+                self._stage_plans.collect_routers()
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0],
             call.total_tokens,
@@ -800,12 +801,12 @@ def _check_router_schedule(name: str, step: StepSchedule, batch_rows: int) -> No
     else:
         return
     raise ConfigError(
-        f"{name}: config.output_router_logits=True adds a loss whose gradient needs to know how "
+        f"{name}: output_router_logits=True adds a loss whose gradient needs to know how "
         f"often each expert was chosen in all {batch_rows} rows, and pp_schedule={step.name!r} "
         f"begins backward of the first of {step.schedule.num_micro_batches} micro-batches before "
         "forward of the last. Allowed: one micro-batch, or pp_schedule='gpipe'. Remedy: "
-        f"micro_batch_size={batch_rows}, per_device_train_batch_size=1, pp_schedule='gpipe', or "
-        "model.config.output_router_logits = False."
+        f"micro_batch_size={batch_rows}, per_device_train_batch_size=1, pp_schedule='gpipe'; or to "
+        f"{WITHOUT_ROUTER_LOSS}."
     )
 
 

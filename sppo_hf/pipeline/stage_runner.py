@@ -261,9 +261,7 @@ class StageRunner:
             around_layers=self._around_layers if self._splits else contextlib.nullcontext,
             group=group,
         )
-        constants = dict(call.constants)
-        if self.router_loss is not None:
-            constants["output_router_logits"] = True
+        constants = call.constants | call.router_switch
         inputs = ChunkInputs(call.tokens, positions, constants).rows(start, end)
         embedded = None
         if stage == 0:

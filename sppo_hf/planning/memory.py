@@ -728,7 +728,8 @@ class ByteTables:
         """Bytes of a layer's probabilities of experts, or of their gradient, [kinds, chunks]."""
         layers = self.shape.layers
         per_token = _by_kind(lambda kind: layers[kind].router_bytes, self.kinds)
-        return self.training * self.rows * per_token * self.lengths
+        counted = self.training and self.shape.router_loss
+        return counted * self.rows * per_token * self.lengths
 
     @property
     def until_backward(self) -> dict[Cause, Bytes]:

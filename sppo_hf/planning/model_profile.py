@@ -73,8 +73,8 @@ class Training:
     save less."""
 
     router_loss: bool = False
-    """Whether Transformers collects what routers give, for a loss of theirs: this loss keeps it,
-    and modules with a router do not run in tiles."""
+    """Whether hooks of Transformers collect what routers give, for a loss of theirs. Modules with
+    such a router do not run in tiles, and the loss keeps what it is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

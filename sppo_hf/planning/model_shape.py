@@ -126,6 +126,9 @@ class ModelShape:
     """CPU threads of attention; where they outnumber K/V heads, these are repeated
     (`parallel_heads`)."""
 
+    router_loss: bool = True
+    """Whether a loss of routers keeps what they give, if it is collected (`Training`)."""
+
     layer_kernels: bool = False
     """Whether Liger's kernels run in layers, see `Training.layer_kernels`."""
 

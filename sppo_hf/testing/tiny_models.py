@@ -237,6 +237,18 @@ def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str,
     return settings
 
 
+def _resized(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Per-layer settings for another number of layers, of which the last keeps its kind."""
+    usual = settings.get("num_hidden_layers", _LAYERS)
+    lists = _per_layer(settings, usual)
+    resized: dict[str, Any] = {
+        name: [values[at % usual] for at in range(-layers, 0)] for name, values in lists.items()
+    }
+    if own := settings.get("per_layer_config"):
+        resized["per_layer_config"] = {at: each for at, each in own.items() if at < layers}
+    return resized
+
+
 def _per_layer(original: Mapping[str, Any], layers: int | None) -> dict[str, list[Any]]:
     """Settings that are lists with a value for each layer."""
     return {
@@ -343,25 +355,17 @@ def _make_config(name: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     _check_causal(default)
     try:
         settings = shrink(default)
-        usual = settings.get("num_hidden_layers", _LAYERS)
         if isinstance(getattr(default, "is_decoder", None), bool):
             # Families that also have bidirectional models.
             settings["is_decoder"] = True
-        for field, value in {**family.overrides, **overrides}.items():
-            stored = _stored_name(default, field)
-            if isinstance(vars(default).get(stored), PreTrainedConfig):
-                value = {**settings[stored], **value}
-            settings[stored] = value
-        if layers := overrides.get("num_hidden_layers"):
-            # The last layer keeps its kind.
-            before = [at % usual for at in range(-layers, 0)]
-            lists = _per_layer(default.to_dict(), getattr(default, "num_hidden_layers", None))
-            for field in lists.keys() & settings.keys() - overrides.keys():
-                settings[field] = [settings[field][at] for at in before]
-            if own := settings.get("per_layer_config"):
-                settings["per_layer_config"] = {
-                    layer: own[at] for layer, at in enumerate(before) if at in own
-                }
+        for changes in (family.overrides, overrides):
+            if changes is overrides and "num_hidden_layers" in changes:
+                settings |= _resized(settings, changes["num_hidden_layers"])
+            for field, value in changes.items():
+                stored = _stored_name(default, field)
+                if isinstance(vars(default).get(stored), PreTrainedConfig):
+                    value = {**settings[stored], **value}
+                settings[stored] = value
         return AutoConfig.for_model(family.model_type, **settings)
     except BUILD_ERRORS as error:
         raise _not_buildable(family.model_type, error) from error

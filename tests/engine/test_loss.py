@@ -25,7 +25,7 @@ from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.sliced_calls import token_wise
-from sppo_hf.engine.structure import ModelParts, find_parts
+from sppo_hf.engine.structure import ModelParts, collects_routers, find_parts
 from sppo_hf.planning.memory import Cause
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -660,11 +660,15 @@ def test_an_unproved_family_is_tried_when_its_router_loss_is_switched_on(
 
 
 def test_a_family_that_is_not_exact_with_its_router_loss_trains_without() -> None:
-    model = convert(build_tiny_model("jetmoe", dtype=torch.float32), _settings())
+    model: Any = build_tiny_model("jetmoe", dtype=torch.float32)
+    said = r"with a loss of its routers .*: it fails in .*coef=0\.0 in"
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedModelError, match=said):
+        convert(model, _settings())
+    model.config.output_router_logits = False
+    convert(model, _settings())
     batch = make_batch(tokens=TOKENS)
-    with pytest.raises(
-        UnsupportedModelError, match=r"with a loss of its routers .*: it fails in .*coef=0\.0 in"
-    ):
+    with pytest.raises(UnsupportedModelError, match=said):
         model(**batch, output_router_logits=True)
     model(**batch).loss.backward()
 
@@ -747,19 +751,22 @@ def test_plans_count_what_the_router_loss_keeps(
 
     monkeypatch.setattr(RouterLoss, "add", observed)
     tiles: list[tuple[set[str], int]] = []
-    for asks in ({}, {"output_router_logits": True}):
+    for asks in ({}, {"output_router_logits": True}, {}):
+        kept.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             model(**batch, **asks).loss.backward()
+        model.zero_grad()
         plan = list(engine.plans._plans.values())[-1]
         assert plan.estimate.device[Cause.ROUTERS] == sum(kept)
+        assert bool(kept) == bool(asks)
         layer = engine.parts.layers[-1]
-        found = token_wise(layer, torch.zeros(1, 1, engine.shape().hidden_size, dtype=dtype))
-        tiles.append(({x.name for x in found}, engine.shape().layers[-1].tile_bytes))
-    assert kept, "with the keyword alone"
-    # Modules with hooks inside do not run in tiles, which plans know.
-    (before, more), (after, less) = tiles
+        found = token_wise(layer, torch.zeros(1, 1, plan.shape.hidden_size, dtype=dtype))
+        tiles.append(({x.name for x in found}, plan.shape.layers[-1].tile_bytes))
+    # Modules with hooks inside do not run in tiles, which plans know; the hooks stay.
+    (before, more), (after, less), last = tiles
     assert before - after == {"mlp"}
     assert less < more
+    assert last == (after, less)
 
 
 def test_the_keyword_switches_the_router_loss_off() -> None:
@@ -769,6 +776,27 @@ def test_the_keyword_switches_the_router_loss_off() -> None:
         whole, alone = model(**batch), model(**batch, output_router_logits=False)
     torch.testing.assert_close(alone.loss, whole.loss - 0.1 * whole.aux_loss)
     assert "aux_loss" not in alone
+    other = build_tiny_model("mixtral-router-loss", dtype=torch.float32)
+    convert(other, _settings())(**batch, output_router_logits=False)
+    assert not collects_routers(find_parts(other)), "nothing of the model is asked for it"
+
+
+def test_a_multimodal_models_routers_are_heard_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text decoder may have been hooked before, by a call that was not chunked."""
+    model: Any = build_tiny_model("qwen3_vl_moe")
+    model.config.text_config.output_router_logits = True
+    batch = make_batch(rows=2, tokens=TOKENS, padding=(0, 9))
+    model.eval()
+    with float64_everywhere(), torch.no_grad():
+        model.generate(batch["input_ids"][:1, :9], max_new_tokens=2, do_sample=False)
+    report = compare(model.train(), batch, _settings(order="by_layer"))
+    assert report.exact, str(report)
+
+
+def test_a_model_without_experts_has_no_router_loss() -> None:
+    model = convert(build_tiny_model("llama", dtype=torch.float32), _settings())
+    with pytest.raises(UnsupportedModelError, match=r"has no loss of routers.*Leave the argument"):
+        model(**make_batch(tokens=TOKENS), output_router_logits=True)
 
 
 def test_a_pipeline_sums_the_router_losses_of_its_stages() -> None:

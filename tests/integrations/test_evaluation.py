@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, default_data_collator
 
 from sppo_hf import BudgetError, ConfigError, SPPOPlugin
 from sppo_hf.engine.convert import get_engine
@@ -201,17 +201,26 @@ TOKEN_WISE = ("argmax", "tuple", "dict", "padding", "bfloat16", "batch by batch"
 NOT_TOKEN_WISE = ("shifted", "centred", "of rows", "of whole rows")
 
 
-def test_a_function_for_logits_gets_the_router_loss_beside_them(tmp_path):
+@pytest.mark.parametrize("by_config", [True, False], ids=["config", "batch"])
+def test_a_function_for_logits_gets_the_router_loss_beside_them(tmp_path, by_config):
     def of_second(outputs: Any, labels: Tensor) -> Tensor:
         return outputs[1].argmax(-1)
+
+    def asking(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+        switch = {} if by_config else {"output_router_logits": True}
+        return {**default_data_collator(rows), **switch}
+
+    def make() -> Any:
+        model = build_tiny_model("mixtral-router-loss", vocab_size=VOCABULARY, dtype=torch.float32)
+        model.config.output_router_logits = by_config
+        return model
 
     def evaluated(plugin: SPPOPlugin | None) -> tuple[dict[str, float], Any]:
         trainer = _trainer(
             tmp_path,
             plugin,
-            make=lambda: build_tiny_model(
-                "mixtral-router-loss", vocab_size=VOCABULARY, dtype=torch.float32
-            ),
+            make=make,
+            data_collator=asking,
             compute_metrics=accuracy,
             preprocess_logits_for_metrics=of_second,
         )

@@ -13,7 +13,7 @@ from sppo_hf.engine.convert import get_engine, is_converted
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.fakes.tokenizer import byte_tokenizer
 from tests.integrations.launch import run_ranks
-from tests.sweeps import ALL
+from tests.sweeps import ALL, sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own making
 
@@ -168,7 +168,13 @@ ONE_DEVICE = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_DEVICE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in ONE_DEVICE if "experts" not in name),
+        *sample([name for name in ONE_DEVICE if "experts" in name], 2),
+    ],
+)
 def test_trainers_on_one_device(tmp_path, name):
     from tests.integrations.trl_ranks import train
 

@@ -155,7 +155,7 @@ def test_layers_of_every_kind_survive() -> None:
 
 
 @pytest.mark.parametrize("layers", [2, 5])
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen2_moe", "nemotron_h"])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2_moe", "nemotron_h", "llama4_text"])
 def test_another_number_of_layers_keeps_the_kinds_of_the_last_ones(
     family: str, layers: int
 ) -> None:
