@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.mixer_kernels import torch_code_alone
-from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.structure import ROUTER_SWITCH, ModelParts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 
 _LISTED = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def is_proved(parts: ModelParts) -> bool:
     """
     if not parts.is_stock:
         return False
-    if _has_router_loss(parts) and parts.model_type not in PROVED_ROUTER_LOSS:
+    if parts.has_router_loss() and parts.model_type not in PROVED_ROUTER_LOSS:
         return False
     return {parts.model_type, parts.text_config.model_type} <= PROVED
 
@@ -68,17 +68,13 @@ def check_router_loss(parts: ModelParts, asked_for: bool) -> None:
     Raises:
         UnsupportedModelError: as `check_family` does, or the model has no such loss.
     """
-    if asked_for and not hasattr(parts.text_config, "output_router_logits"):
+    if asked_for and not hasattr(parts.text_config, ROUTER_SWITCH):
         raise UnsupportedModelError(
             f"{parts.name} was called with output_router_logits=True, but has no loss of routers: "
             "its config has no such setting. Leave the argument out."
         )
     if asked_for and not (parts.is_stock and parts.model_type in PROVED_ROUTER_LOSS):
         check_family(parts, router_loss=True)
-
-
-def _has_router_loss(parts: ModelParts) -> bool:
-    return bool(getattr(parts.text_config, "output_router_logits", False))
 
 
 # By the class itself: a notebook may define another one of the same name.
@@ -131,7 +127,7 @@ def check_family(parts: ModelParts, *, router_loss: bool = False) -> None:
     reason = _verdicts[key]
     if not reason:
         return
-    if router_loss or _has_router_loss(parts):
+    if router_loss or parts.has_router_loss():
         raise UnsupportedModelError(
             f"{parts.name} cannot be trained chunk by chunk with a loss of its routers "
             f"(output_router_logits=True): {reason}. Remedy: {WITHOUT_ROUTER_LOSS}; or train it "

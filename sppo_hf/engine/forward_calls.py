@@ -35,7 +35,7 @@ from sppo_hf.attention.segments import RowSpans
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.attention_interface import document_positions, is_causal_with
 from sppo_hf.engine.family_guard import left_padding_reason
-from sppo_hf.engine.structure import CACHE_ARGUMENTS, ModelParts
+from sppo_hf.engine.structure import CACHE_ARGUMENTS, ROUTER_SWITCH, ModelParts
 from sppo_hf.errors import ConfigError
 
 # B batch rows, T tokens of the sequence, D model width.
@@ -49,7 +49,6 @@ _OTHER_INPUTS = ("image", "pixel", "video", "audio", "feature")
 _MODALITIES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Inputs of multimodal models that mark tokens as text, image or sound."""
 _OUTPUT_SWITCHES = ("output_attentions", "output_hidden_states")
-_ROUTER_SWITCH = "output_router_logits"
 
 
 @dataclass(slots=True)
@@ -113,8 +112,8 @@ class ForwardCall:
     @property
     def router_switch(self) -> dict[str, bool]:
         """Argument of the base model; none for models without routers."""
-        by_config = getattr(self.parts.text_config, _ROUTER_SWITCH, False)
-        return {_ROUTER_SWITCH: self.router_loss} if self.router_loss or by_config else {}
+        is_known = self.router_loss or self.parts.has_router_loss()
+        return {ROUTER_SWITCH: self.router_loss} if is_known else {}
 
     def positions(self) -> Tensor:
         """Positions of the tokens, `[B or 1, T]`, counted from 0 unless given; may have axes."""
@@ -336,9 +335,7 @@ def read_call(
     packing = {n: given.pop(n, None) for n in _PACKING_ARGUMENTS}
     ignore_index = loss_arguments.get("ignore_index", -100)
     switches = {n: given.pop(n, None) for n in _OUTPUT_SWITCHES}
-    router_loss = given.pop(_ROUTER_SWITCH, None)
-    if router_loss is None:
-        router_loss = getattr(parts.text_config, _ROUTER_SWITCH, False)
+    router_loss = parts.has_router_loss(given.pop(ROUTER_SWITCH, None))
     use_cache = given.pop("use_cache", None)
     caches = [n for n in CACHE_ARGUMENTS if given.pop(n, None) is not None]
     return_dict = given.pop("return_dict", None)
@@ -358,7 +355,7 @@ def read_call(
         ignore_index=ignore_index,
         loss_arguments=loss_arguments,
         head_arguments={n: given.pop(n) for n in _HEAD_ARGUMENTS if given.get(n)},
-        router_loss=bool(router_loss),
+        router_loss=router_loss,
         constants={},
         switched_on=_switched_on(parts, switches),
         cache=next(iter(caches), None),

@@ -61,6 +61,7 @@ from sppo_hf.engine.family_guard import WITHOUT_ROUTER_LOSS
 from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.structure import (
+    ROUTER_SWITCH,
     ModelParts,
     patched_attribute,
     without_cached_weights,
@@ -92,9 +93,9 @@ class ModelHead:
     def run(self, hidden_BMD: Tensor, **kwargs: Any) -> Any:
         """Run the original forward on hidden states; `kwargs` are labels and loss arguments."""
         output = self.output_class(last_hidden_state=hidden_BMD)
-        if getattr(self._parts.text_config, "output_router_logits", False):
+        if self._parts.has_router_loss():
             # What routers gave is not here: `RouterLoss` adds their loss.
-            kwargs["output_router_logits"] = False
+            kwargs[ROUTER_SWITCH] = False
         # A call of the base model returns `output`. Its hooks have seen the call that computed the
         # hidden states, so they are not called once more (which `_call_impl` would do).
         replaced = {self._parts.base: lambda *_, **__: output}
@@ -712,7 +713,7 @@ class RouterLoss:
         return torch.sum(share_E * mean_E) * self.num_experts
 
     def add_to_output(self, output: Any, value: Tensor | None) -> Any:
-        """Return a model's `output` with `value`, this loss, in it, and added to its loss if any.
+        """Return a model's `output` with `value`, `[]`, in it, and added to its loss if it has one.
 
         That is what models with routers return, but for the routers' logits themselves.
         """

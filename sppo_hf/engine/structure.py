@@ -58,6 +58,9 @@ CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 # outputs, at the first call that requests them. That must not be one in which layers do not run.
 CAPTURES = "_output_capturing_hooks_installed"
 
+ROUTER_SWITCH = "output_router_logits"
+"""Name of the argument of a forward, and of the config's field, that asks for a loss of routers."""
+
 _STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 
@@ -174,6 +177,12 @@ class ModelParts:
     def text_config(self) -> PreTrainedConfig:
         """The config that describes the decoder."""
         return self.causal_lm.config.get_text_config(decoder=True)
+
+    def has_router_loss(self, given: bool | None = None) -> bool:
+        """Whether a call asks for a loss of routers, by its argument `given` or else the config."""
+        if given is None:
+            given = getattr(self.text_config, ROUTER_SWITCH, False)
+        return bool(given)
 
     @property
     def has_recurrent_state(self) -> bool:

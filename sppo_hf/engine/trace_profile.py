@@ -493,9 +493,10 @@ def _trace_layer(
 def _routers_seen(
     parts: ModelParts, layer: nn.Module, training: Training
 ) -> Iterator[list[Tensor]]:
-    """Context that lists what routers of a layer give to their loss, if they have one.
+    """Context that lists what routers of a layer give to their loss, `[tokens, E]` each.
 
-    As in Transformers hooks collect it, which modules that run in tiles must not have.
+    Nothing without such a loss. Hooks collect it, as in Transformers, for a module with one inside
+    does not run in tiles.
     """
     seen: list[Tensor] = []
     recorders = collected_routers(parts) if training.router_loss else {}

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.logits import LogitsRequest, NotJoinable, join, map_tensors, same
+from sppo_hf.engine.structure import ROUTER_SWITCH
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.integrations.trainer import TrainerMethods
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
@@ -228,17 +229,14 @@ class TrainerEvaluation(TrainerMethods):
     def _may_reduce(self, engine: Engine, inputs: Mapping[str, Any] | None = None) -> bool:
         """Whether the function for logits gets these alone, and nothing else reads them.
 
-        Of a batch, `inputs`; None for one that is not known yet.
-
         A model with a router loss returns that beside them, and the function gets both in a tuple.
+        `inputs` are those of the batch; None for batches that are not known yet.
         """
         others_read = engine.config.return_logits or any(
             self._overrides(name) for name in ("prediction_step", "compute_loss")
         )
-        has_router_loss = (inputs or {}).get("output_router_logits")
-        if has_router_loss is None:
-            has_router_loss = getattr(engine.parts.text_config, "output_router_logits", False)
-        alone = not others_read and not has_router_loss
+        asked = (inputs or {}).get(ROUTER_SWITCH)
+        alone = not others_read and not engine.parts.has_router_loss(asked)
         return alone and self._trainer.label_names == ["labels"]
 
     # -- the function for logits -------------------------------------------------------------
@@ -334,7 +332,7 @@ class TrainerEvaluation(TrainerMethods):
             if not self._may_reduce(engine):
                 function = (
                     "with a Trainer that overrides neither prediction_step nor compute_loss, and "
-                    "without return_logits, label_names and config.output_router_logits, a "
+                    "without return_logits, label_names and output_router_logits, a "
                     "preprocess_logits_for_metrics"
                 )
         raise BudgetError(

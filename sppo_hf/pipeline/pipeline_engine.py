@@ -805,7 +805,7 @@ def _check_router_schedule(name: str, step: StepSchedule, batch_rows: int) -> No
         f"often each expert was chosen in all {batch_rows} rows, and pp_schedule={step.name!r} "
         f"begins backward of the first of {step.schedule.num_micro_batches} micro-batches before "
         "forward of the last. Allowed: one micro-batch, or pp_schedule='gpipe'. Remedy: "
-        f"micro_batch_size={batch_rows}, per_device_train_batch_size=1, pp_schedule='gpipe'; or to "
+        f"micro_batch_size={batch_rows}, per_device_train_batch_size=1, pp_schedule='gpipe'; or "
         f"{WITHOUT_ROUTER_LOSS}."
     )
 
