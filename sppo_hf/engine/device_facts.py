@@ -20,7 +20,7 @@ from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.layer_kernels import builds_with_liger, saves_like_kernels
-from sppo_hf.engine.structure import ModelParts, collects_routers
+from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
 from sppo_hf.errors import SPPOError, UnsupportedModelError, first_line
 from sppo_hf.offload.host_memory import locked_bytes
@@ -244,7 +244,6 @@ def model_profile(parts: ModelParts, device: torch.device | None = None) -> Mode
         parameter_bytes=dtype.itemsize if dtype.is_floating_point else dtype_bytes,
         lora=_find_lora(parts, device),
         layer_kernels=saves_like_kernels(parts),
-        router_loss=collects_routers(parts),
     )
     own_class = parts.model_class
     config = parts.causal_lm.config

@@ -264,8 +264,6 @@ class Engine:
         self._check_new_modules(modules)
         if torch.is_grad_enabled():
             self.placement.update_trainable(device, own_parameters(modules))
-        if call.router_loss:
-            self.plans.collect_routers()
         while True:
             plan = self.plan(
                 *(rows, tokens, device),

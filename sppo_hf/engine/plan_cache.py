@@ -16,11 +16,9 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend, determinism
 from sppo_hf.attention.backends.select import Selection, select_backend
@@ -36,7 +34,7 @@ from sppo_hf.engine.device_facts import (
 )
 from sppo_hf.engine.sequence_group import SequenceGroup, held_kv_heads, local_heads
 from sppo_hf.engine.step_observer import StepObserver, StepTimer
-from sppo_hf.engine.structure import CAPTURES, ModelParts
+from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError, RankLostError, SPPOError
 from sppo_hf.offload.copy_streams import Copier
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier, make_engine
@@ -618,24 +616,6 @@ class PlanCache:
         if self.trained not in self._shapes:
             self._shapes[self.trained] = model_shape(self._parts)
         return self._shapes[self.trained]
-
-    def collect_routers(self) -> bool:
-        """Let Transformers collect what routers give from now on, and drop all plans before that.
-
-        To be called before a plan of a call that asks for their loss: the first such call adds
-        hooks, with which modules save other bytes; see `Training.router_loss`.
-
-        Returns:
-            Whether this is the first such call.
-        """
-        # The model whose forward collects them: of multimodal ones it is not the whole.
-        decoder = self._parts.decoder
-        if getattr(decoder, CAPTURES, False):
-            return False
-        maybe_install_capturing_hooks(cast(PreTrainedModel, decoder))
-        self._shapes.clear()
-        self._plans.clear()
-        return True
 
     def choose_backend(self, requirement: AttentionSpec) -> Backend:
         """The attention backend for a layer's requirement.

@@ -29,7 +29,8 @@ runs once on a few random tokens, as a whole and in parts, and the results must 
 the tokens are equal, so that experts with a limited capacity overflow. A module that has its index
 in the stack of layers contains attention or a recurrence, so only its submodules are candidates. A
 plain `nn.Linear` is no candidate, as one matmul has no temporaries; nor is a module whose
-submodules have hooks, as these must see calls over all tokens.
+submodules have hooks, as these must see calls over all tokens. Hooks by which Transformers collects
+what routers give only look: they are called once, with what all tiles gave, joined.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ import contextlib
 import copy
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +58,7 @@ from sppo_hf.engine.structure import (
     CAPTURES,
     ModelParts,
     all_modules,
+    captures,
     has_hooks,
     is_compiled,
     patched_attribute,
@@ -453,6 +456,12 @@ class TokenWise:
     """Structure of what it returns."""
     dims: tuple[int, ...]
     """Dim of the tokens in each returned tensor: 1 for `[B, T, ...]`, 0 for `[M, ...]`."""
+    collected: TreeSpec
+    """Structure of what its submodules return and Transformers collects: a list, by `routers`."""
+    collected_dims: tuple[int, ...]
+    """Dim of the tokens in each of these tensors."""
+    routers: tuple[nn.Module, ...]
+    """These submodules, in the order of their calls."""
 
 
 _found: weakref.WeakKeyDictionary[nn.Module, tuple[object, tuple[TokenWise, ...]]]
@@ -477,7 +486,8 @@ def token_wise(layer: nn.Module, hidden: Tensor) -> tuple[TokenWise, ...]:
 def is_searched(module: nn.Module) -> bool:
     """Whether a module cannot run in tiles as a whole, although its submodules may."""
     return any("layer_idx" in part.__dict__ for part in module.modules()) or any(
-        map(has_hooks, itertools.islice(module.modules(), 1, None))
+        has_hooks(part, besides=captures(part))
+        for part in itertools.islice(module.modules(), 1, None)
     )
 
 
@@ -490,7 +500,7 @@ def is_worth_tiles(module: nn.Module) -> bool:
 def _search(name: str, module: nn.Module, hidden: Tensor) -> Iterator[TokenWise]:
     if not is_worth_tiles(module) or is_compiled(module):  # a compiler would trace the tiles
         return
-    # A router that Transformers hooks takes what its parent makes of the tokens.
+    # A router of a parent that cannot run in tiles takes what that makes of the tokens.
     if "." in name and has_hooks(module):
         return
     if not is_searched(module):
@@ -516,7 +526,8 @@ def _probe(name: str, module: nn.Module, like: Tensor) -> TokenWise | None:
     """Run a module on a few random tokens, as a whole and in parts, in the layer's dtype.
 
     Returns:
-        Structure of its output; None if it does not take hidden states alone.
+        Structure of its output; None if it does not take hidden states alone, or if what is
+        collected inside of it is not by tokens.
 
     Raises:
         NotTokenWise: The parts differ from the whole.
@@ -534,24 +545,69 @@ def _probe(name: str, module: nn.Module, like: Tensor) -> TokenWise | None:
     devices = [like.device] if like.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices), WithoutDropout():
         try:
-            whole, spec = tree_flatten(module.forward(x_1MD))
+            output, calls = _collecting(module, module.forward, x_1MD)
         except _DOES_NOT_TAKE_TOKENS:
             return None
-        dims = tuple(_probed_token_dim(leaf) for leaf in whole)
-        if not whole or any(dim is None for dim in dims):
+        leaves, spec = tree_flatten(output)
+        collected, collected_spec = tree_flatten(list(calls.outputs))
+        dims = [_probed_token_dim(leaf) for leaf in (*leaves, *collected)]
+        if not leaves or any(dim is None for dim in dims):
             return None
-        found = TokenWise(name, module, spec, tuple(dim or 0 for dim in dims))
+        known = [dim or 0 for dim in dims]
+        found = TokenWise(
+            *(name, module, spec, tuple(known[: len(leaves)])),
+            *(collected_spec, tuple(known[len(leaves) :]), tuple(calls.modules)),
+        )
         for parts in (
             (x_1MD[:, :_SPLIT_TOKENS], x_1MD[:, _SPLIT_TOKENS:]),
             (x_1MD.reshape(2, -1, width),),
         ):
-            _compare(found, whole, [module.forward(part) for part in parts])
+            given = [_leaves(found, module.forward, part) for part in parts]
+            _compare(found, [*leaves, *collected], given)
     return found
 
 
-def _compare(found: TokenWise, whole: list[Tensor], parts: list[Any]) -> None:
-    leaves = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
-    for expected, given, dim in zip(whole, leaves, found.dims, strict=True):
+class _Collected(NamedTuple):
+    """Calls of modules whose outputs Transformers collects."""
+
+    modules: list[nn.Module]
+    outputs: list[Any]
+
+
+def _collecting(
+    module: nn.Module, forward: Callable[..., Any], x: Tensor
+) -> tuple[Any, _Collected]:
+    """Run a module; returns its output, and what its submodules gave Transformers' hooks instead.
+
+    The hooks themselves do not run.
+    """
+    calls = _Collected([], [])
+
+    def keep(router: nn.Module, _: Any, output: Any) -> None:
+        calls.modules.append(router)
+        calls.outputs.append(output)
+
+    hooks: dict[nn.Module, OrderedDict[int, Callable[..., Any]]] = {}
+    for part in all_modules(module):
+        own = captures(part)
+        if own and part is not module:
+            others = {key: h for key, h in part._forward_hooks.items() if key not in own}
+            hooks[part] = OrderedDict({**others, next(iter(own)): keep})
+    with patched_attribute("_forward_hooks", hooks):
+        return forward(x), calls
+
+
+def _leaves(part: TokenWise, forward: Callable[..., Any], x: Tensor) -> list[Any]:
+    """Run a module; returns the leaves of its output, then those of what is collected."""
+    if not part.routers:
+        return tree_flatten(forward(x))[0]
+    output, calls = _collecting(part.module, forward, x)
+    return tree_flatten(output)[0] + tree_flatten(list(calls.outputs))[0]
+
+
+def _compare(found: TokenWise, whole: list[Tensor], parts: list[list[Any]]) -> None:
+    dims = (*found.dims, *found.collected_dims)
+    for expected, given, dim in zip(whole, zip(*parts, strict=True), dims, strict=True):
         # Rows of tokens become one row.
         joined = torch.cat([x.flatten(0, 1)[None] if dim else x for x in given], dim)
         if not _is_close(joined, expected):
@@ -685,7 +741,7 @@ class _TiledCall:
 
     def run(self) -> Any:
         """Return the module's output; autograd keeps the saved tensors of all tiles."""
-        return self._shaped(self._run(self._forward))
+        return self._shaped(self._run(self._forward, collect=True))
 
     def run_recomputed(self, activations: RecomputedLayer) -> Any:
         """Return the module's output; each tile is recomputed separately in backward.
@@ -699,7 +755,7 @@ class _TiledCall:
         num_outputs = len(self._part.dims)
         if not activations.is_open:
             outputs, need_grads = activations.run_tiles(
-                lambda: self._run(self._forward), self._x, num_outputs
+                lambda: self._run(self._forward, collect=False), self._x, num_outputs
             )
             return self._shaped(
                 [
@@ -723,26 +779,43 @@ class _TiledCall:
             tile.close()
             return output
 
-        outputs, _ = activations.run_tiles(lambda: self._run(run), self._x, num_outputs)
+        outputs, _ = activations.run_tiles(
+            lambda: self._run(run, collect=True), self._x, num_outputs
+        )
         return self._shaped(outputs)
 
-    def _run(self, forward: Callable[[Tensor], Any]) -> list[Tensor]:
+    def _run(self, forward: Callable[[Tensor], Any], *, collect: bool) -> list[Tensor]:
+        """Run all tiles; returns the leaves of the output.
+
+        With `collect`, Transformers' hooks inside get what all tiles gave them; a rerun has none.
+        """
+        part = self._part
         tokens, tiles = self._bounds[-1][1], len(self._tiles)
-        joints = [TokenJoin(dim, tokens, tiles) for dim in self._part.dims]
+        dims = part.dims + part.collected_dims * collect
+        joints = [TokenJoin(dim, tokens, tiles) for dim in dims]
         for (start, end), tile in zip(self._bounds, self._tiles, strict=True):
-            leaves, _ = tree_flatten(forward(tile))
+            leaves = _leaves(part, forward, tile)[: len(dims)]
             for joint, leaf in zip(joints, leaves, strict=True):
                 joint.put(leaf, start, end)
             del leaves
         self._tiles = []
-        return [joint.close() for joint in joints]
+        outputs = [joint.close() for joint in joints]
+        if collect and part.routers:
+            collected = self._in_rows(outputs[len(part.dims) :], part.collected_dims)
+            given = tree_unflatten(collected, part.collected)
+            for router, output in zip(part.routers, given, strict=True):
+                for hook in captures(router).values():
+                    hook(router, (), output)
+        return outputs[: len(part.dims)]
 
     def _shaped(self, leaves: list[Tensor]) -> Any:
-        shaped = [
+        return tree_unflatten(self._in_rows(leaves, self._part.dims), self._part.spec)
+
+    def _in_rows(self, leaves: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
+        return [
             leaf.reshape(*self._rows, *leaf.shape[2:]) if dim else leaf
-            for leaf, dim in zip(leaves, self._part.dims, strict=True)
+            for leaf, dim in zip(leaves, dims, strict=True)
         ]
-        return tree_unflatten(shaped, self._part.spec)
 
 
 class _SaveInGraph(torch.autograd.Function):

@@ -14,7 +14,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import output_capturing
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.config_file import (
@@ -678,14 +679,26 @@ def without_parameter_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None
             hooks.update(before | added)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module itself has forward or backward hooks."""
+def has_hooks(module: nn.Module, *, besides: Container[int] = ()) -> bool:
+    """Whether a module itself has forward or backward hooks, besides those of these keys."""
     return bool(
         module._forward_pre_hooks
-        or module._forward_hooks
+        or any(key not in besides for key in module._forward_hooks)
         or module._backward_pre_hooks
         or module._backward_hooks
     )
+
+
+def captures(module: nn.Module) -> dict[int, Callable[..., None]]:
+    """Return the forward hooks by which Transformers collects what a module returns, by their keys.
+
+    They change nothing, and do nothing unless the outer call asks for what they collect.
+    """
+    return {
+        key: hook
+        for key, hook in module._forward_hooks.items()
+        if getattr(hook, "__module__", None) == output_capturing.__name__
+    }
 
 
 def collected_routers(parts: ModelParts) -> dict[type[nn.Module], int]:
@@ -696,12 +709,6 @@ def collected_routers(parts: ModelParts) -> dict[type[nn.Module], int]:
     recorders = (getattr(parts.decoder, "_can_record_outputs", None) or {}).get("router_logits", ())
     several = recorders if isinstance(recorders, (list, tuple)) else (recorders,)
     return {getattr(one, "target_class", one): getattr(one, "index", 1) for one in several}
-
-
-def collects_routers(parts: ModelParts) -> bool:
-    """Whether hooks of Transformers collect what routers give, which a first such call adds."""
-    installed = getattr(parts.decoder, CAPTURES, False)
-    return installed and bool(collected_routers(parts))
 
 
 def is_compiled(module: nn.Module) -> bool:

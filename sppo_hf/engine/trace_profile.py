@@ -490,20 +490,15 @@ def _trace_layer(
 
 
 @contextlib.contextmanager
-def _routers_seen(
-    parts: ModelParts, layer: nn.Module, training: Training
-) -> Iterator[list[Tensor]]:
-    """Context that lists what routers of a layer give to their loss, `[tokens, E]` each.
-
-    Nothing without such a loss. Hooks collect it, as in Transformers, for a module with one inside
-    does not run in tiles.
-    """
+def _routers_seen(parts: ModelParts, layer: nn.Module) -> Iterator[list[Tensor]]:
+    """Context that lists what routers of a layer would give to a loss, `[tokens, E]` each."""
     seen: list[Tensor] = []
-    recorders = collected_routers(parts) if training.router_loss else {}
+    recorders = collected_routers(parts)
 
     def note(router: nn.Module, _: Any, output: Any) -> None:
-        logits = output if isinstance(output, Tensor) else output[recorders[type(router)]]
-        seen.append(logits.detach())
+        logits = output[recorders[type(router)]] if isinstance(output, tuple) else output
+        if logits is not None:
+            seen.append(logits.detach())
 
     hooks = [x.register_forward_hook(note) for x in layer.modules() if type(x) in recorders]
     try:
@@ -624,6 +619,7 @@ class _LayerRun:
         self._late: set[int | None] = set()
         """Storages saved behind the first matmul that follows attention."""
         self._attending_child: str | None = None
+        self._router_logits: list[Tensor] = []
         self._out = self.hidden
         self.largest_bytes = self.hidden.nbytes
 
@@ -666,9 +662,8 @@ class _LayerRun:
     def forward(self) -> dict[str, int]:
         """Run the layer's forward; returns totals by the names of `LayerProfile`'s fields."""
         with _autocast(self._training):
-            with _routers_seen(self._parts, self._layer, self._training) as router_logits:
-                self._out = self._run_forward()
-            router_bytes = sum(torch.softmax(x, dim=-1).nbytes for x in router_logits)
+            self._out = self._run_forward()
+            router_bytes = sum(torch.softmax(x, dim=-1).nbytes for x in self._router_logits)
         matmuls = self._counter.matmuls
         recorded = self._recorder.stop()
         held = [x.output.take() for x in recorded if x.output is not None]
@@ -808,6 +803,8 @@ class _LayerRun:
             chunked_attention(context),
             saved_tensors_hooks(self._save, lambda packed: packed[0]),
             self._observing_tile_calls(),
+            # Its hooks come last: modules with hooks of others inside do not run in tiles.
+            _routers_seen(self._parts, self._layer) as self._router_logits,
             self._counter.counting(),
         ):
             out = self._layer.forward(*self._args, **self._kwargs)

@@ -13,13 +13,15 @@ import functools
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_runner import ChunkRunner
@@ -417,7 +419,7 @@ class PipelineEngine(Engine):
             RouterLoss.of_call(call)  # refused here, if it is, and so by all ranks
             # With all layers in place, as hooks are added once, to layers that are there.
             with self.staged.whole():
-                self._stage_plans.collect_routers()
+                maybe_install_capturing_hooks(cast(PreTrainedModel, self.parts.decoder))
         plans = self._stage_plans.get(
             rows[0][1] - rows[0][0],
             call.total_tokens,

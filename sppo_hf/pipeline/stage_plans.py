@@ -266,13 +266,6 @@ class StagePlanCache:
         by_stage = {s: replace(plan, pipeline=known.step) for s, plan in plans.by_stage.items()}
         return replace(plans, by_stage=by_stage, step=known.step)
 
-    def collect_routers(self) -> None:
-        """Do as `PlanCache.collect_routers`; all ranks call this at once."""
-        plans = self._engine.plans
-        if plans.collect_routers():
-            self._shapes.clear()
-            self._to_learn_from.clear()
-
     def _forget(self, trained: Hashable | None) -> None:
         """Drop all data for a set of trained parameters, which is the same on all ranks."""
         if trained is None:

@@ -157,10 +157,12 @@ def request_for(
         parameter_bytes=size,
         lora=lora,
         layer_kernels=_has_layer_kernels(config, profile),
-        router_loss=bool(getattr(text_config(model_config), "output_router_logits", False)),
     )
     return PlanRequest(
-        shape=ModelShape.from_profile(find_profile(model_config, training, trace)),
+        shape=replace(
+            ModelShape.from_profile(find_profile(model_config, training, trace)),
+            router_loss=bool(getattr(text_config(model_config), "output_router_logits", False)),
+        ),
         config=config,
         device=DeviceFacts(
             kind=profile.kind,

@@ -38,7 +38,7 @@ THIN = 8
 
 Thin matmuls are recomputed; their outputs are not saved."""
 
-_FORMAT = 6
+_FORMAT = 7
 
 _TRACED_WITHIN_SECONDS = 60.0
 """Seconds to wait for another process that traces the same model before tracing it here too."""
@@ -71,10 +71,6 @@ class Training:
     layer_kernels: bool = False
     """Whether Liger's kernels run in place of norms and gated products that compute the same; they
     save less."""
-
-    router_loss: bool = False
-    """Whether hooks of Transformers collect what routers give, for a loss of theirs. Modules with
-    such a router do not run in tiles, and the loss keeps what it is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +162,7 @@ class LayerProfile:
     later in the layer runs once for that output, and once more tile by tile."""
 
     router_bytes: int = 0
-    """Bytes of the probabilities of experts that a loss of routers keeps."""
+    """Bytes of the probabilities of experts that a loss of routers keeps, if there is one."""
 
     borrows_keys: bool = False
     """Whether the layer reads K/V from an earlier layer's store (Gemma 3n, Gemma 4)."""

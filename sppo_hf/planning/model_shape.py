@@ -126,8 +126,8 @@ class ModelShape:
     """CPU threads of attention; where they outnumber K/V heads, these are repeated
     (`parallel_heads`)."""
 
-    router_loss: bool = True
-    """Whether a loss of routers keeps what they give, if it is collected (`Training`)."""
+    router_loss: bool = False
+    """Whether a loss of routers keeps what they give."""
 
     layer_kernels: bool = False
     """Whether Liger's kernels run in layers, see `Training.layer_kernels`."""
