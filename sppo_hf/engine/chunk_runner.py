@@ -364,7 +364,10 @@ class ChunkRunner:
             counters=self.counters,
             group=self.group,
         )
-        with chunked_attention(context), self.around_layers():
+        noise = self.parts.noise_of_sequence(
+            inputs["attention_mask"].shape[1], self.plan.bounds[-1][1]
+        )
+        with chunked_attention(context), self.around_layers(), noise:
             try:
                 inputs = self._with_cache(inputs, start, end)
                 output = self.parts.base(**inputs, return_dict=True)

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import re
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -248,6 +249,19 @@ class ModelParts:
             return None
         return embedding(ids)
 
+    def noise_of_sequence(
+        self, tokens: int, total_tokens: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context in which NEFTune's noise on `tokens` is that on rows of `total_tokens`.
+
+        Transformers' hook of the embedding divides `neftune_noise_alpha` by the root of the number
+        of tokens that it sees (arXiv 2310.05914).
+        """
+        embedding = self.causal_lm.get_input_embeddings()
+        alpha = getattr(embedding, "neftune_noise_alpha", None)
+        scaled = {} if alpha is None else {embedding: alpha * math.sqrt(tokens / total_tokens)}
+        return patched_attribute("neftune_noise_alpha", scaled)
+
     def final_norm(self) -> nn.Module | None:
         """The first norm defined after the decoder layers; None if there is none."""
         layers = set(self.layers)
@@ -405,7 +419,7 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def check_trainable(parts: ModelParts) -> None:
-    """Refuse settings that matter in training only: dropout in attention, NEFTune.
+    """Refuse settings that matter in training only: dropout in attention.
 
     Also switches off activation checkpointing that was enabled after the conversion.
 
@@ -420,13 +434,6 @@ def check_trainable(parts: ModelParts) -> None:
                 "probabilities, which chunked attention does not do. Set it to 0.0 (dropout in "
                 "other places, LoRA dropout included, is fine)."
             )
-    embedding = parts.causal_lm.get_input_embeddings()
-    if alpha := getattr(embedding, "neftune_noise_alpha", None):
-        raise UnsupportedModelError(
-            f"neftune_noise_alpha={alpha} scales its noise by the length of what is embedded, "
-            "which would be the chunk and not the sequence. Allowed: None. Remedy: drop "
-            "neftune_noise_alpha from the training arguments."
-        )
     layers = (parts.decoder, *parts.layers)
     if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
         disable_gradient_checkpointing(parts.causal_lm)

@@ -16,7 +16,8 @@ from sppo_hf.engine.plan_cache import PlanCache
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.testing.exactness import compare, float64_everywhere
-from sppo_hf.testing.tiny_models import build_tiny_model
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.noise import add_even_noise
 from tests.sweeps import pairs, turn
 
 T = 23
@@ -522,6 +523,22 @@ def test_outputs_enabled_in_the_config_are_refused_like_keywords(field, ids):
     model(input_ids=ids, labels=ids, **{field: False}).loss.backward()  # the keyword decides
     setattr(model.config, field, False)
     model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+def test_noise_on_embeddings_is_as_strong_as_that_of_the_whole_sequence(family, trained, order):
+    model = build_tiny_model(family)
+    add_even_noise(model, 5.0)
+    model.get_input_embeddings().requires_grad_(trained)  # of these a CPU embeds all at once
+    batch = make_batch(rows=3, tokens=T, padding=(0, 9, 4))
+    config = _config(chunk_lengths=(9, 1, 13), num_chunks="auto", order=order, micro_batch_size=2)
+    report = compare(model, batch, config)
+    assert report.exact, str(report)
+    del model.get_input_embeddings().neftune_noise_alpha
+    model.get_input_embeddings()._forward_hooks.clear()
+    assert abs(report.reference_loss - compare(model, batch, config).loss) > 1e-3
 
 
 def test_attention_dropout_is_refused_in_training(model, ids):

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import Trainer
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.testing.exactness import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.training import VOCABULARY, make_arguments, make_model, make_rows
@@ -134,10 +133,15 @@ def test_a_loss_outside_of_the_model_is_named_with_what_it_costs(tmp_path):
         assert _series(ours, "loss") == pytest.approx(_series(plain, "loss"), abs=NEAR)
 
 
-def test_neftune_is_refused_by_name_and_value(tmp_path):
-    plugin = SPPOPlugin(num_chunks=3, show_plan=False)
-    with pytest.raises(UnsupportedModelError, match=r"neftune_noise_alpha=5\.0 .*Remedy: drop"):
-        _history(tmp_path, plugin, neftune_noise_alpha=5.0)
+def test_neftune_draws_the_same_noise(tmp_path):
+    """On a CPU trained embeddings are of the whole sequence; chunks': test_engine.py."""
+    settings = {"neftune_noise_alpha": 15.0, "max_steps": 3, "eval_strategy": "steps"}
+    settings |= {"eval_steps": 3}
+    plain, without = _history(tmp_path, None, **settings), _history(tmp_path, None, max_steps=3)
+    ours = _history(tmp_path, SPPOPlugin(num_chunks=3, show_plan=False), **settings)
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert _series(ours, name) == pytest.approx(_series(plain, name), abs=NEAR)
+    assert _series(plain, "loss") != pytest.approx(_series(without, "loss"), abs=1e-4)
 
 
 def test_evaluating_without_training(tmp_path):

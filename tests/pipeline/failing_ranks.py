@@ -5,11 +5,11 @@ shared sequences. After so many `forwards` of a first chunk, in the backward of 
 `unit`), rank `rank` throws, hangs, or leaves by `os._exit`; with "refuse" it alone finds no plan
 for the second batch; with `raises`, pairs of a name and a rank, that rank finds none for one new
 batch after the other, as what planning calls by that name finds none (with "on_plan" in its place,
-who is shown the plan raises; with "noise", it alone has noise on its embeddings, where other stages
-have none); with "correct" it alone finds none when all plan anew by what was measured, with
-"config" it has another number of chunks from the start, with "freeze" it alone freezes what has one
-of `frozen` in its name, for the second batch. What was refused last is tried once more and given
-up, so that a later failure must be told in its own words.
+who is shown the plan raises; with "dropout", its own config drops attention probabilities); with
+"correct" it alone finds none when all plan anew by what was measured, with "config" it has another
+number of chunks from the start, with "freeze" it alone freezes what has one of `frozen` in its
+name, for the second batch. What was refused last is tried once more and given up, so that a later
+failure must be told in its own words.
 """
 
 from __future__ import annotations
@@ -116,11 +116,10 @@ def _refuse_once(
     refuses = pytest.MonkeyPatch()
     error: type[SPPOError] = BudgetError
     words = "no room"
-    if where == "noise":
-        error, words = UnsupportedModelError, "neftune_noise_alpha"
+    if where == "dropout":
+        error, words = UnsupportedModelError, "attention_dropout"
         if mine:
-            embedding = model.get_input_embeddings()
-            refuses.setattr(embedding, "neftune_noise_alpha", 5.0, raising=False)
+            refuses.setattr(model.config, "attention_dropout", 0.5)
     elif mine and where == "on_plan":
         refuses.setattr(engine.observer, where, refuse)
     elif mine and where == "get":

@@ -5,10 +5,10 @@ the default, `layers`, `overrides` (of the model's config), `lora`, `settings` (
 `frozen` and, after conversion, `frozen_later` (parts of names), `tokens`, `rows`, `padding`,
 `packed`, `labels` (half-open range of tokens that have any), `items` (whether every micro-step is
 told the labels of all), `hooks` (with replicas: whether parameters have hooks), `kernel` (a
-function of the family's file for which a kernel is installed that fails) and `steps`: one mapping
-per micro-step, with `scale`, `backward`, `evaluate`, `reduces`, `frozen` (parts of names, in that
-step alone) and `loss` ("mean" and "weighed" are made of log-probabilities that the model's head
-returns).
+function of the family's file for which a kernel is installed that fails), `noise` (that of NEFTune,
+without chance) and `steps`: one mapping per micro-step, with `scale`, `backward`, `evaluate`,
+`reduces`, `frozen` (parts of names, in that step alone) and `loss` ("mean" and "weighed" are made
+of log-probabilities that the model's head returns).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _families(layers: int) -> list[Case]:
         _case("frozen end", frozen=[f"layers.{more - 1}.", "lm_head"], settings=chunks, **mixed),
         _case("frozen tied", "llama-bias-tied", frozen=["embed"], settings=zb, **size),
         _case("LoRA", lora=True, settings=chunks, **size),
-        _case("LoRA, zb", lora=True, settings=zb, **size),
+        _case("LoRA, zb", lora=True, noise=5.0, settings=zb, **size),
         _case("LoRA, tied", "llama-bias-tied", lora=True, settings=chunks, **size),
     ]
 
@@ -218,7 +218,7 @@ def _beside_hidden_states() -> list[Case]:
 
 _ALONE = (
     ("family", "overrides", "kernel"),
-    ("lora", "frozen"),
+    ("lora", "frozen", "noise"),
     ("tokens", "padding", "packed", "labels"),
     ("steps", "items"),
 )

@@ -53,6 +53,7 @@ from sppo_hf.testing.exactness import (
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.test_mixer_kernels import Installed, not_here
 from tests.engine.unplanned import unplanned_shapes
+from tests.noise import add_even_noise
 from tests.pipeline.pipeline_cases import TOKENS, Case
 
 NamedGradients = dict[str, Tensor | None]
@@ -141,6 +142,8 @@ def build_model(case: Case) -> nn.Module:
             parameter.requires_grad_(False)
     if any("loss" in step for step in steps_of(case)):
         add_log_prob_head(model)
+    if "noise" in case:
+        add_even_noise(model, case["noise"])
     return add_lora(model) if case.get("lora") else model
 
 

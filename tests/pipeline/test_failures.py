@@ -122,7 +122,7 @@ def test_nobody_waits_for_the_plan_of_a_rank_that_makes_none(tmp_path):
     Where ranks share sequences, too, they plan a stage together; and of each stage all hear how
     long it takes.
     """
-    on_embeddings = ("noise", 0)  # which the first stage alone has
+    on_embeddings = ("dropout", 0)
     where = [
         # The last when all have the others' plans.
         ({"shared": 1}, [("make_plan", 0), ("device_facts", 1), ("on_plan", 1)]),

@@ -70,7 +70,7 @@ PLANS = [
     case_of("the paper's rule", settings={"hardware": "h100", "num_chunks": 3, "offload": "sppo"}),
 ]
 MODELS = [
-    case_of("LoRA", lora=True),
+    case_of("LoRA", lora=True, noise=5.0),
     case_of("frozen front", frozen=["layers.0.", "embed"]),
     case_of("tied", "llama-bias-tied"),
     case_of("windows and sinks", "gpt_oss", settings={"num_chunks": 3, "recompute": "full"}),
