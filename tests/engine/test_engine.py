@@ -533,9 +533,11 @@ def test_noise_on_embeddings_is_as_strong_as_that_of_the_whole_sequence(family, 
     add_even_noise(model, 5.0)
     model.get_input_embeddings().requires_grad_(trained)  # of these a CPU embeds all at once
     batch = make_batch(rows=3, tokens=T, padding=(0, 9, 4))
+    mostly_padding = make_batch(rows=3, tokens=T, padding=(14, 15, 16))
     config = _config(chunk_lengths=(9, 1, 13), num_chunks="auto", order=order, micro_batch_size=2)
-    report = compare(model, batch, config)
-    assert report.exact, str(report)
+    for each in (mostly_padding, batch):
+        report = compare(model, each, config)
+        assert report.exact, str(report)
     del model.get_input_embeddings().neftune_noise_alpha
     model.get_input_embeddings()._forward_hooks.clear()
     assert abs(report.reference_loss - compare(model, batch, config).loss) > 1e-3
