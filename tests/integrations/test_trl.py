@@ -237,6 +237,20 @@ TRAINED = {
         "arguments": {"router_aux_loss_coef": 0.5},
     },
 }
+MERGED = {
+    "assistant, packed, dft": {
+        "trainer": "sft",
+        "data": "chat",
+        "arguments": {
+            **TRAINED["packed, dft"]["arguments"],
+            **TRAINED["assistant"]["arguments"],
+        },
+    },
+    **{name: TRAINED[name] for name in ("preferences", "desirable", "experts, preferences")},
+    "experts, completions": {**TRAINED["experts"], "data": "completion"},
+}
+"""Fewer runs, which have all that is special in these."""
+RUNS = TRAINED if ALL else MERGED
 OTHERS = [
     *([{"trainer": "calls"}] if ALL else []),
     {
@@ -256,11 +270,7 @@ def _on_two_ranks(runs: list[dict], folder: Path) -> list[dict]:
     return json.loads(out.read_text())
 
 
-ON_SHARED_SEQUENCES = (
-    list(TRAINED)
-    if ALL
-    else ["completions", "packed, dft", "preferences, LoRA", "desirable", "experts"]
-)
+ON_SHARED_SEQUENCES = [name for name in RUNS if ALL or name != "preferences"]
 """Names of the runs of two ranks that share sequences: every trainer, and each of its losses."""
 
 
@@ -272,22 +282,22 @@ def test_two_ranks_train_as_one_process_does(tmp_path):
     from tests.integrations.trl_ranks import train
 
     (tmp_path / "plain").mkdir()
-    plain = {name: train(run, str(tmp_path / "plain"), None) for name, run in TRAINED.items()}
+    plain = {name: train(run, str(tmp_path / "plain"), None) for name, run in RUNS.items()}
     stages = [
         {**run, "settings": {**PIPELINE, **run.get("settings", {})}}
-        for run in (*TRAINED.values(), *OTHERS)
+        for run in (*RUNS.values(), *OTHERS)
     ]
     found = _on_two_ranks(stages, tmp_path / "stages")
-    for name, ours in zip(TRAINED, found, strict=False):
+    for name, ours in zip(RUNS, found, strict=False):
         _assert_same_run(ours, plain[name])
-    _assert_losses_of_callers(found[len(TRAINED) : -1])
+    _assert_losses_of_callers(found[len(RUNS) : -1])
     said = found[-1]["refused"]
     assert said.startswith("ConfigError: TRL's GRPOTrainer")
     assert "SFTTrainer, DPOTrainer, KTOTrainer" in said
     assert "Remedy: GRPOTrainer with pp_size=1" in said
 
     shared = [
-        {**TRAINED[name], "settings": {"sp_size": 2, "num_chunks": 2}}
+        {**RUNS[name], "settings": {"sp_size": 2, "num_chunks": 2}}
         for name in ON_SHARED_SEQUENCES
     ]
     found = _on_two_ranks(shared, tmp_path / "sequences")
