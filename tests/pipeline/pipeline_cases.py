@@ -139,19 +139,21 @@ def _families(layers: int) -> list[Case]:
 def _states() -> list[Case]:
     """Recurrent and convolutional states, which stay on their rank; one family of each mixer."""
     chunks = {"chunk_lengths": [1, 4, 2, 16]}
+    # Other cases have several groups of rows.
+    together = chunks if ALL else {**chunks, "micro_batch_size": 2}
     zb = {**chunks, "pp_schedule": "zb_seq1f1b"}
     recompute = {**chunks, "recompute": "full", "offload": "full", "min_offload_size": 1}
     return [
         # With a kernel that fails here, which is tried and left.
         _case("gated delta net", "qwen3_next", rows=2, settings=recompute, kernel=DELTA_RULE),
         _case("gated delta net, zb", "qwen3_next", rows=3, padding=[0, 9, 20], settings=zb),
-        _case("Mamba2", "bamba", rows=2, settings=chunks, steps=[{}, {"scale": 2.0}]),
+        _case("Mamba2", "bamba", rows=2, settings=together, steps=[{}, {"scale": 2.0}]),
         _case("Mamba2, zb", "bamba", rows=2, settings={**zb, "recompute": "full"}),
         _case("Mamba2 beside attention", "falcon_h1", rows=2, settings=recompute),
         _case("Mamba2 alone", "mamba2", rows=2, settings=zb),
         _case("convolutions", "lfm2", rows=2, labels=[20, 23], settings=recompute),
         _case("convolutions, LoRA", "lfm2", lora=True, rows=2, settings=zb),
-        _case("layers of experts alone", "nemotron_h", rows=2, settings=chunks),
+        _case("layers of experts alone", "nemotron_h", rows=2, settings=together),
         _case("Kimi delta attention", "kimi_linear", rows=2, padding=[0, 9], settings=recompute),
     ]
 
@@ -207,7 +209,7 @@ def _beside_hidden_states() -> list[Case]:
         _case("shared keys, offloaded", family, rows=2, settings={**away, "min_offload_size": 1}),
         _case("shared keys, zb", family, rows=2, labels=[7, 11], settings=zb),
         _case("shared keys, LoRA", family, lora=True, rows=2, settings=chunks),
-        _case("shared keys, evaluation", family, steps=[{}, {"evaluate": True}], settings=chunks),
+        _case("shared keys, evaluation", family, steps=[{"evaluate": True}, {}], settings=chunks),
         _case("shared keys, one layer a stage", family, rows=4, settings=each),
         # More than one hidden state of each token.
         _case("streams", "gemma3n_text", rows=2, padding=[0, 9], settings=recompute),
@@ -222,7 +224,7 @@ _ALONE = (
     ("tokens", "padding", "packed", "labels"),
     ("steps", "items"),
 )
-"""Keys of which one of the cases that are merged may have some, and the others none."""
+"""Keys of which the cases that are merged may have the same values, or one some and others none."""
 MAX_MERGED_CASES = 4
 LAYERS = 3
 """Layers of a tiny Llama."""
@@ -290,7 +292,7 @@ def _merged(cases: tuple[Case, ...]) -> Case | None:
 
 def _of_one(cases: tuple[Case, ...], keys: tuple[str, ...]) -> Case | None:
     own = [{key: case[key] for key in keys if case.get(key, "llama") != "llama"} for case in cases]
-    own = [special for special in own if special]
+    own = [special for index, special in enumerate(own) if special and special not in own[:index]]
     return None if len(own) > 1 else own[0] if own else {}
 
 
@@ -447,6 +449,7 @@ def _caller_losses(layers: int, held: dict[str, bool]) -> list[Case]:
 
     # One meets all that may happen between two losses, the others what a model or a batch changes.
     each = several if ALL else two
+    together = common["settings"] if ALL else {**common["settings"], "micro_batch_size": 2}
     return [
         case("mean", steps=[mean]),
         case("weighed", steps=[weighed]),
@@ -454,10 +457,10 @@ def _caller_losses(layers: int, held: dict[str, bool]) -> list[Case]:
         case("beside the model's own", steps=[{}, mean, weighed]),
         case("tied", "llama-bias-tied", steps=each),
         case("zb", steps=three, **zb),
-        case("packed", steps=each, packed=[9, 6, 8]),
-        case("few labels", "gemma2", steps=each, labels=[7, 11], layers=3),
+        case("packed", steps=each, packed=[9, 6, 8], settings=together),
+        case("few labels", "gemma2", steps=each, labels=[7, 11], layers=3, settings=together),
         case("no labels", steps=[mean, mean], labels=[0, 0]),
-        case("LoRA", lora=True, steps=each),
+        case("LoRA", lora=True, steps=each, settings=together),
     ]
 
 
