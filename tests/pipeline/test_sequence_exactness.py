@@ -81,6 +81,8 @@ MODELS = [
     case_of("shared keys", "gemma3n_text"),
 ]
 ZB, HELD = {"pp_schedule": "zb_seq1f1b"}, {"reduces": False}
+# Both rows at a time; other cases have one after the other.
+TOGETHER = {} if ALL else {"micro_batch_size": 2}
 _MEAN, _WEIGHED = {"loss": "mean"}, {"loss": "weighed"}
 _OWN_LOSSES = [{**_MEAN, "scale": 3.0, **HELD}, {**_WEIGHED, "evaluate": True, **HELD}, _WEIGHED]
 if ALL:
@@ -115,10 +117,12 @@ IN_PIPELINES = [
         steps=[HELD, HELD, {}],
     ),
     case_of("changed scale", steps=[{**HELD, "scale": 2.0}, {"scale": 0.5}]),
-    case_of("experts, late weights", "mixtral", settings={"num_chunks": 3, **ZB}),
+    case_of("experts, late weights", "mixtral", settings={"num_chunks": 3, **ZB, **TOGETHER}),
     case_of("windows and sinks", "gpt_oss"),
-    case_of("MLA, experts", "deepseek_v3"),
-    case_of("few labels, soft caps", "gemma2", labels=[11, 13]),
+    case_of("MLA, experts", "deepseek_v3", settings={"num_chunks": 3, **TOGETHER}),
+    case_of(
+        "few labels, soft caps", "gemma2", labels=[11, 13], settings={"num_chunks": 3, **TOGETHER}
+    ),
     case_of(
         "a loss of the routers",
         "mixtral-router-loss",
@@ -129,7 +133,7 @@ IN_PIPELINES = [
     *(
         case_of(
             f"losses of the caller's: {name}",
-            settings={"chunk_lengths": [1, 21, 1]},
+            settings={"chunk_lengths": [1, 21, 1], **TOGETHER},
             steps=_OWN_LOSSES,
             **batch,
         )
@@ -258,7 +262,9 @@ def test_a_pipeline_of_stages_that_share_sequences_is_exact(tmp_path: Path) -> N
 def test_all_pipelines_of_stages_that_share_sequences_are_exact(tmp_path: Path) -> None:
     launch(merge_cases(IN_PIPELINES[3:]), tmp_path / "four", pp_size=2, sp_size=2, ranks=4)
     # Of four pairs of ranks the second two are a replica.
-    replicas = IN_PIPELINES[2:0:-1] if ALL else [{**IN_PIPELINES[2], "steps": [HELD, {}]}]
+    replicas = IN_PIPELINES[2:0:-1]
+    if not ALL:
+        replicas = [{**IN_PIPELINES[2], "steps": [HELD, {}], "settings": {"num_chunks": 2}}]
     launch(replicas, tmp_path / "eight", pp_size=2, sp_size=2, ranks=8)
 
 
