@@ -113,7 +113,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", families(MULTIPLY_BESIDE))
 def test_shape_against_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family, torch.float32)
-    shape = _check_shape(model, monkeypatch)
+    shape = _check_shape(family, model, monkeypatch)
     _check_parameters(shape, model)
     if family not in OTHER_IN_16_BITS | NOT_IN_16_BITS:
         half = to_bfloat16(model)
@@ -123,12 +123,12 @@ def test_shape_against_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -
 # How adapters and autocast change a layer has little to do with its family.
 @pytest.mark.parametrize(
     "family",
-    families(MULTIPLY_BESIDE, tail=slice(0, None, 3), always=ADAPTED),
+    families(MULTIPLY_BESIDE, tail=slice(0, None if ALL else 0, 3), always=ADAPTED),
 )
 def test_shape_with_adapters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     model = build(family, torch.float32, lora=True)
-    _check_parameters(_check_shape(model, monkeypatch), model)
+    _check_parameters(_check_shape(family, model, monkeypatch), model)
 
 
 def test_layers_without_any_adapter_that_keep_nothing() -> None:
@@ -142,10 +142,10 @@ def test_layers_without_any_adapter_that_keep_nothing() -> None:
     assert max(layer.adapter_weights for layer in shape.layers) > 0
 
 
-def _check_shape(model: Any, monkeypatch: pytest.MonkeyPatch) -> ModelShape:
+def _check_shape(family: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> ModelShape:
     shape = model_shape(find_parts(model))
     assert _whole_bytes(shape) == _about(saved_bytes(model)[0])
-    _check_flops_and_products(shape, model, monkeypatch)
+    _check_flops_and_products(family, shape, model, monkeypatch)
     return shape
 
 
@@ -157,7 +157,7 @@ def _check_parameters(shape: ModelShape, model: Any) -> None:
 
 
 def _check_flops_and_products(
-    shape: ModelShape, model: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, shape: ModelShape, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = range(shape.num_layers)
     kept = _watch_kept_products(monkeypatch)
@@ -165,7 +165,8 @@ def _check_flops_and_products(
     # The loss computes the head's gradients in forward, so only their sum can be compared.
     linear = shape.linear_flops_per_token() + shape.backward_linear_flops_per_token()
     assert linear == _about(whole)
-    for saved in ("matmuls", "inputs"):
+    # Recomputing all but inputs, which is the simpler way, is tried of every second family.
+    for saved in ("matmuls", *turn(("inputs",), 2, ACCEPTED.index(family))):
         again = _step_flops(model, saved, monkeypatch) - whole
         expected = sum(shape.recompute_flops_per_token(layer, saved) for layer in layers)
         assert expected == _about(again)
