@@ -297,8 +297,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path):
     assert "Remedy: GRPOTrainer with pp_size=1" in said
 
     shared = [
-        {**RUNS[name], "settings": {"sp_size": 2, "num_chunks": 2}}
-        for name in ON_SHARED_SEQUENCES
+        {**RUNS[name], "settings": {"sp_size": 2, "num_chunks": 2}} for name in ON_SHARED_SEQUENCES
     ]
     found = _on_two_ranks(shared, tmp_path / "sequences")
     for name, ours in zip(ON_SHARED_SEQUENCES, found, strict=True):
