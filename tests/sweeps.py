@@ -12,7 +12,8 @@ schedules are met by three. Of trainings that are compared step by step one has 
 process and one has twenty in a pipeline, others have a few. Of launchers `accelerate launch` starts
 processes by itself; others' ranks are forked. Of scripts that a program under `sppo_hf.run` starts
 one imports the real packages; others have stand-ins. What ranks compile, Inductor compiles in one
-process.
+process, to code for one number at a time. Tests are collected without optional packages in a fork
+of a process that has imported torch and Transformers with them.
 """
 
 import os
