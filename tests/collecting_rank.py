@@ -12,14 +12,15 @@ import pytest
 
 
 class Methods:
-    """Prints the time limits of all tests."""
+    """Says what time limits the tests have."""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """See the docstring of the class."""
         marks = [item.get_closest_marker("timeout") for item in session.items]
         # Each has a limit, which conftest gives it.
-        print("methods:", sorted({mark.kwargs.get("method") if mark else "none" for mark in marks}))
-        print("longest:", max(mark.args[0] for mark in marks if mark and mark.args))
+        methods = sorted({mark.kwargs.get("method") if mark else "none" for mark in marks})
+        longest = max(mark.args[0] for mark in marks if mark and mark.args)
+        sys.stdout.write(f"methods: {methods}\nlongest: {longest}\n")
 
 
 def main(job: dict[str, Any]) -> None:
