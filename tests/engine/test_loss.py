@@ -29,6 +29,7 @@ from sppo_hf.engine.structure import CAPTURES, ModelParts, find_parts
 from sppo_hf.planning.memory import Cause
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.sweeps import turn
 
 D, V = 6, 11
 
@@ -615,9 +616,13 @@ def test_tokens_after_the_last_label_count_in_the_router_loss(family: str) -> No
 
 
 @pytest.mark.parametrize(
-    "family", [f"{name}-router-loss" for name in ("gpt_oss", "ernie4_5_moe", "qwen3_moe")]
+    ("family", "recompute"),
+    [
+        (family, recompute)
+        for index, family in enumerate(["gpt_oss", "ernie4_5_moe", "qwen3_moe"])
+        for recompute in turn(["none", "selective", "full"], 3, index)
+    ],
 )
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_router_loss_where_experts_run_in_tiles(
     family: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -631,7 +636,7 @@ def test_router_loss_where_experts_run_in_tiles(
 
     monkeypatch.setattr(_TiledCall, "_run", observed)
     batch = make_batch(rows=2, tokens=TOKENS, padding=(0, 5))
-    report = compare(build_tiny_model(family), batch, settings)
+    report = compare(build_tiny_model(f"{family}-router-loss"), batch, settings)
     assert report.exact, str(report)
     assert tiles["mlp"] > 2
 
@@ -742,8 +747,14 @@ def test_router_losses_beside_any_loss(asks: str, loss: Any, by_config: bool) ->
     torch.testing.assert_close(grads, expected_grads)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["16 bits", "autocast"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "autocast"),
+    [
+        (family, autocast)
+        for index, family in enumerate(["qwen3_moe", "ernie4_5_moe", "gpt_oss"])
+        for autocast in turn([False, True], 2, index)
+    ],
+)
 def test_plans_count_what_the_router_loss_keeps(
     family: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
