@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from sppo_hf import SPPOArguments
-from sppo_hf.engine.structure import suppress_peft_warnings
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 
 ON_GPU = torch.cuda.is_available()
 

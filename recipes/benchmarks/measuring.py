@@ -24,8 +24,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sppo_hf import SPPOPlugin
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.plan import Plan
 

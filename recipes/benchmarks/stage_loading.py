@@ -29,7 +29,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.pipeline.convert import staged_model
 from sppo_hf.rules import format_bytes
 

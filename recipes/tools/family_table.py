@@ -26,7 +26,7 @@ import transformers
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.testing.check import CheckResult, check_model
 from sppo_hf.testing.tiny_families import FAMILIES

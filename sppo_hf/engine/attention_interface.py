@@ -40,6 +40,7 @@ from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.attention.segments import chunk_segments
 from sppo_hf.engine.chunk_context import ChunkContext, current
+from sppo_hf.engine.model_parts import ModelParts
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,
     check_heads,
@@ -48,7 +49,6 @@ from sppo_hf.engine.sequence_group import (
     rank_tokens,
     select_kv_heads,
 )
-from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 
 # B batch rows, N query heads, K key/value heads, c tokens of this rank's part, C tokens of the

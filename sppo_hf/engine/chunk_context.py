@@ -27,8 +27,8 @@ from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import Stash
 from sppo_hf.attention.kv_cache import Keep, KVOwners, KVStore
 from sppo_hf.attention.segments import RowSpans
+from sppo_hf.engine.model_parts import ModelParts
 from sppo_hf.engine.sequence_group import RecomputeExchanges, SequenceGroup
-from sppo_hf.engine.structure import ModelParts
 
 if TYPE_CHECKING:
     from sppo_hf.engine.chunk_runner import ChunkRunner

@@ -46,6 +46,7 @@ from sppo_hf.engine.chunk_context import (
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
 from sppo_hf.engine.kv_offload import EngineTransfer, OffloadedKV, recompute_kv
+from sppo_hf.engine.model_parts import ModelParts
 from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import AroundLayers, RecomputedLayer
 from sppo_hf.engine.recurrent_state import (
@@ -69,7 +70,6 @@ from sppo_hf.engine.sliced_calls import (
     move_hooks_innermost,
 )
 from sppo_hf.engine.step_observer import StepTimer
-from sppo_hf.engine.structure import ModelParts
 from sppo_hf.engine.unit_graph import StateEnd, begin_graph
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine

@@ -28,10 +28,10 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.family_guard import check_family
 from sppo_hf.engine.foreign_code import check_foreign_code, check_forward
+from sppo_hf.engine.model_parts import all_modules, depends_on_length, find_causal_lm, find_parts
 from sppo_hf.engine.sliced_calls import InnermostHook, LengthHook, is_of_a_copy
 from sppo_hf.engine.stages import AbsentLayer, staged_model_of
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import all_modules, depends_on_length, find_causal_lm, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.layer_kernels import builds_with_liger, saves_like_kernels
-from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.model_parts import ModelParts
 from sppo_hf.engine.trace_profile import trace_model
 from sppo_hf.errors import SPPOError, UnsupportedModelError, first_line
 from sppo_hf.offload.host_memory import locked_bytes

@@ -45,13 +45,7 @@ from sppo_hf.engine.layer_kernels import (
 from sppo_hf.engine.logits import CollectedLogits, LogitsRequest
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.mixer_kernels import check_mixer_kernels
-from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows
-from sppo_hf.engine.read_tensors import ReadTensors
-from sppo_hf.engine.recompute import RandomState
-from sppo_hf.engine.sequence_group import SequenceGroup, rank_token_counts, rank_tokens
-from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
-from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, release_failed_backward
-from sppo_hf.engine.structure import (
+from sppo_hf.engine.model_parts import (
     ModelParts,
     all_modules,
     are_sharded,
@@ -62,6 +56,12 @@ from sppo_hf.engine.structure import (
     own_parameters,
     without_cached_weights,
 )
+from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload, StepRows
+from sppo_hf.engine.read_tensors import ReadTensors
+from sppo_hf.engine.recompute import RandomState
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_token_counts, rank_tokens
+from sppo_hf.engine.sliced_calls import CannotRunByLayer, NotTokenWise
+from sppo_hf.engine.step_observer import Direction, StepObserver, StepTimer, release_failed_backward
 from sppo_hf.engine.weight_placement import WeightPlacement
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats

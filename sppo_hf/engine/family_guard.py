@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.mixer_kernels import torch_code_alone
-from sppo_hf.engine.structure import ROUTER_SWITCH, ModelParts
+from sppo_hf.engine.model_parts import ROUTER_SWITCH, ModelParts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 
 _LISTED = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))

@@ -50,6 +50,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from sppo_hf.attention.backends.select import relative_error
 from sppo_hf.engine.attention_interface import attention_implementation, mask_meaning
 from sppo_hf.engine.family_guard import built_classes, is_checking
+from sppo_hf.engine.model_parts import (
+    ModelParts,
+    all_modules,
+    depends_on_length,
+    is_mixer,
+    mixers_of,
+    own_class,
+    patched_attribute,
+)
 from sppo_hf.engine.sliced_calls import (
     NORM,
     Call,
@@ -62,15 +71,6 @@ from sppo_hf.engine.sliced_calls import (
     may_narrow_float32,
 )
 from sppo_hf.engine.stages import AbsentEmbedding
-from sppo_hf.engine.structure import (
-    ModelParts,
-    all_modules,
-    depends_on_length,
-    is_mixer,
-    mixers_of,
-    own_class,
-    patched_attribute,
-)
 from sppo_hf.errors import UnsupportedModelError, first_line
 
 # B batch rows, T tokens of a trial, N query heads, K KV heads, H head size, D model width.

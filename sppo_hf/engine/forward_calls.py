@@ -35,7 +35,7 @@ from sppo_hf.attention.segments import RowSpans
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.attention_interface import document_positions, is_causal_with
 from sppo_hf.engine.family_guard import left_padding_reason
-from sppo_hf.engine.structure import CACHE_ARGUMENTS, ROUTER_SWITCH, ModelParts
+from sppo_hf.engine.model_parts import CACHE_ARGUMENTS, ROUTER_SWITCH, ModelParts
 from sppo_hf.errors import ConfigError
 
 # B batch rows, T tokens of the sequence, D model width.

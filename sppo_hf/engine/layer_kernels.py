@@ -94,13 +94,13 @@ from torch.utils import _python_dispatch
 from sppo_hf.attention.backends.select import relative_error
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_context import current
-from sppo_hf.engine.selective import made_of
-from sppo_hf.engine.structure import (
+from sppo_hf.engine.model_parts import (
     ModelParts,
     has_hooks,
     own_class,
     referenced_names,
 )
+from sppo_hf.engine.selective import made_of
 from sppo_hf.errors import ConfigError, first_line
 
 logger = logging.getLogger(__name__)

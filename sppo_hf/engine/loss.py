@@ -59,14 +59,14 @@ from transformers.modeling_outputs import (
 
 from sppo_hf.engine.family_guard import WITHOUT_ROUTER_LOSS
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.engine.read_tensors import ReadTensors
-from sppo_hf.engine.structure import (
+from sppo_hf.engine.model_parts import (
     ROUTER_SWITCH,
     ModelParts,
     patched_attribute,
     without_cached_weights,
     without_parameter_hooks,
 )
+from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.unit_graph import GraphNode
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 

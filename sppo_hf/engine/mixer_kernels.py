@@ -27,8 +27,8 @@ from torch.func import functional_call
 from sppo_hf.attention.backends.select import TOLERANCE, relative_error
 from sppo_hf.engine.chunk_context import ChunkContext, current
 from sppo_hf.engine.layer_kernels import liger_in_torch, module_globals, replace_by_choice
+from sppo_hf.engine.model_parts import ModelParts, mixers_of, referenced_names
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache
-from sppo_hf.engine.structure import ModelParts, mixers_of, referenced_names
 from sppo_hf.errors import first_line
 
 logger = logging.getLogger(__name__)

@@ -32,9 +32,9 @@ from sppo_hf.engine.device_facts import (
     reserve_driver_memory,
     use_expandable_segments,
 )
+from sppo_hf.engine.model_parts import ModelParts
 from sppo_hf.engine.sequence_group import SequenceGroup, held_kv_heads, local_heads
 from sppo_hf.engine.step_observer import StepObserver, StepTimer
-from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import ConfigError, RankLostError, SPPOError
 from sppo_hf.offload.copy_streams import Copier
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats, make_copier, make_engine

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sppo_hf.engine.structure import all_modules, is_compiled
+from sppo_hf.engine.model_parts import all_modules, is_compiled
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.storage import version_of
 

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sppo_hf.engine.attention_interface import chunked_attention
 from sppo_hf.engine.chunk_context import Attended, ChunkContext
+from sppo_hf.engine.model_parts import without_cached_weights
 from sppo_hf.engine.read_tensors import ReadTensors, Versions
 from sppo_hf.engine.recurrent_state import LayerStates, StateKey, States, separate_documents
 from sppo_hf.engine.selective import (
@@ -41,7 +42,6 @@ from sppo_hf.engine.selective import (
     UnusedMatmulSkipper,
 )
 from sppo_hf.engine.sequence_group import RecomputeExchanges
-from sppo_hf.engine.structure import without_cached_weights
 from sppo_hf.errors import SPPOError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.offload.layer_offload import PrefetchOrder

@@ -36,7 +36,7 @@ from transformers.cache_utils import Cache
 
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.chunk_context import current
-from sppo_hf.engine.structure import mixers_of, patched_attribute
+from sppo_hf.engine.model_parts import mixers_of, patched_attribute
 from sppo_hf.errors import UnsupportedModelError
 
 # B batch rows, C tokens of a chunk or document, D model width, E channels, K kernel size.

@@ -52,9 +52,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
-from sppo_hf.engine.stages import AbsentLayer, as_returned, returned_values
-from sppo_hf.engine.structure import (
+from sppo_hf.engine.model_parts import (
     CAPTURES,
     ModelParts,
     all_modules,
@@ -63,6 +61,8 @@ from sppo_hf.engine.structure import (
     is_compiled,
     patched_attribute,
 )
+from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
+from sppo_hf.engine.stages import AbsentLayer, as_returned, returned_values
 from sppo_hf.engine.unit_graph import GraphNode
 from sppo_hf.errors import SPPOError, first_line
 from sppo_hf.planning.chunk_bounds import Bounds

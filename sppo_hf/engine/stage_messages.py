@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo_hf.engine.structure import ModelParts
+from sppo_hf.engine.model_parts import ModelParts
 from sppo_hf.planning.model_profile import LayerProfile
 
 # B batch rows, C tokens of a chunk, D model width, W width of a message, K KV heads, H head size,

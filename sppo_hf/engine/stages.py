@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sppo_hf.engine.structure import (
+from sppo_hf.engine.model_parts import (
     ModelParts,
     layer_list,
     mixers_of,

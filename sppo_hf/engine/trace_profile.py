@@ -55,6 +55,19 @@ from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
 from sppo_hf.engine.chunk_context import ChunkContext
 from sppo_hf.engine.layer_kernels import like_kernels
 from sppo_hf.engine.mixer_kernels import torch_code_alone
+from sppo_hf.engine.model_parts import (
+    ATTENTION_DROPOUT_FIELDS,
+    BUILD_ERRORS,
+    ModelParts,
+    auto_class_of,
+    collected_routers,
+    decoder_config,
+    find_parts,
+    layer_list,
+    patched_attribute,
+    suppress_peft_warnings,
+    swapped_modules,
+)
 from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.recurrent_state import LayerStates, StateCache, States
 from sppo_hf.engine.selective import (
@@ -75,19 +88,6 @@ from sppo_hf.engine.sliced_calls import (
     layer_calls,
 )
 from sppo_hf.engine.stage_messages import SHARED_KV, MessageLayout
-from sppo_hf.engine.structure import (
-    ATTENTION_DROPOUT_FIELDS,
-    BUILD_ERRORS,
-    ModelParts,
-    auto_class_of,
-    collected_routers,
-    decoder_config,
-    find_parts,
-    layer_list,
-    patched_attribute,
-    suppress_peft_warnings,
-    swapped_modules,
-)
 from sppo_hf.errors import ConfigError, SPPOError, first_line
 from sppo_hf.planning.config_file import check_sizes, family, rotary_limit_tokens, to_fields
 from sppo_hf.planning.model_profile import LayerProfile, LoraShape, ModelProfile, Training

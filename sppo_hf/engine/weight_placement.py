@@ -19,9 +19,9 @@ from torch import Tensor
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.device_facts import device_facts, model_shape
+from sppo_hf.engine.model_parts import ModelParts, all_modules, own_parameters
 from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import ModelParts, all_modules, own_parameters
 from sppo_hf.offload.weights import HostWeights, can_be_host_resident
 from sppo_hf.planning.choices import Placement, read_budgets, read_placements
 from sppo_hf.planning.memory import standing_device_bytes

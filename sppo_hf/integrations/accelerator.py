@@ -41,7 +41,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sppo_hf.engine.convert import check_convertible, convert, get_engine, keep_forward
 from sppo_hf.engine.device_facts import bind_to_device
 from sppo_hf.engine.engine import Engine
-from sppo_hf.engine.structure import disable_gradient_checkpointing, is_compiled
+from sppo_hf.engine.model_parts import disable_gradient_checkpointing, is_compiled
 from sppo_hf.engine.weight_placement import host_resident_predicate
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.checkpoints import (

@@ -40,8 +40,8 @@ from transformers import (
 )
 
 from sppo_hf.engine.convert import is_converted
+from sppo_hf.engine.model_parts import disable_gradient_checkpointing, find_causal_lm
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import disable_gradient_checkpointing, find_causal_lm
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.validation import check_shared_batches, check_training_arguments
 from sppo_hf.offload.engine import OffloadStats

@@ -36,8 +36,8 @@ from safetensors import safe_open
 from torch import nn
 
 from sppo_hf.engine.convert import get_engine
+from sppo_hf.engine.model_parts import find_causal_lm, patched_attribute
 from sppo_hf.engine.stages import staged_model_of
-from sppo_hf.engine.structure import find_causal_lm, patched_attribute
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.trainer import TrainerMethods
 from sppo_hf.pipeline.checkpoint import (

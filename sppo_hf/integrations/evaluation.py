@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.logits import LogitsRequest, NotJoinable, join, map_tensors, same
-from sppo_hf.engine.structure import ROUTER_SWITCH
+from sppo_hf.engine.model_parts import ROUTER_SWITCH
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.integrations.trainer import TrainerMethods
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import revert
+from sppo_hf.engine.model_parts import find_causal_lm
 from sppo_hf.engine.step_observer import ObserverHub
-from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, remove_mixed_precision_wrapper
 from sppo_hf.integrations.callback import offer_callback, offer_check

@@ -23,8 +23,8 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.engine import Engine
+from sppo_hf.engine.model_parts import all_modules, own_parameters, patched_attribute
 from sppo_hf.engine.recompute import RandomState
-from sppo_hf.engine.structure import all_modules, own_parameters, patched_attribute
 from sppo_hf.engine.weight_placement import host_resident_predicate
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.host_memory import HostPoolFull

@@ -45,7 +45,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.structure import find_causal_lm
+from sppo_hf.engine.model_parts import find_causal_lm
 from sppo_hf.errors import ConfigError, PipelineError
 from sppo_hf.pipeline.agreement import gather, make_on_all_ranks
 from sppo_hf.pipeline.checkpoint_files import (

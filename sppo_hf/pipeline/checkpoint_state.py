@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.structure import find_causal_lm
+from sppo_hf.engine.model_parts import find_causal_lm
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.checkpoint import (
     RankCoords,

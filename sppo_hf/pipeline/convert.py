@@ -37,9 +37,9 @@ from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_family
 from sppo_hf.engine.foreign_code import check_foreign_code
+from sppo_hf.engine.model_parts import ModelParts, find_parts
 from sppo_hf.engine.stages import StageCut, StagedModel, absent_prefixes, staged_model_of
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import ModelParts, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.pipeline.agreement import all_true
 from sppo_hf.pipeline.checkpoint_files import DTYPE_NAMES

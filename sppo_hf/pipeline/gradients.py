@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd import Variable
 
-from sppo_hf.engine.structure import has_parameter_hooks
+from sppo_hf.engine.model_parts import has_parameter_hooks
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.pipeline.agreement import all_true
 

@@ -61,8 +61,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from sppo_hf.engine.model_parts import ModelParts
 from sppo_hf.engine.stages import StagedModel
-from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.pipeline.gradients import buckets_of, parts_of
 from sppo_hf.pipeline.mesh import PipelineMesh

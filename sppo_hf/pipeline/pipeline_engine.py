@@ -29,13 +29,7 @@ from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
 from sppo_hf.engine.family_guard import WITHOUT_ROUTER_LOSS, check_router_loss
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.loss import RouterLoss, divide_loss
-from sppo_hf.engine.plan_cache import StepRows, trainable_mask
-from sppo_hf.engine.read_tensors import ReadTensors
-from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
-from sppo_hf.engine.stage_messages import MessageLayout
-from sppo_hf.engine.stages import StagedModel
-from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import (
+from sppo_hf.engine.model_parts import (
     ModelParts,
     all_modules,
     check_adapters,
@@ -43,6 +37,12 @@ from sppo_hf.engine.structure import (
     check_trainable,
     without_parameter_hooks,
 )
+from sppo_hf.engine.plan_cache import StepRows, trainable_mask
+from sppo_hf.engine.read_tensors import ReadTensors
+from sppo_hf.engine.sequence_group import SequenceGroup, rank_random_state, rank_tokens
+from sppo_hf.engine.stage_messages import MessageLayout
+from sppo_hf.engine.stages import StagedModel
+from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.errors import ConfigError, PipelineError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.agreement import (

@@ -34,6 +34,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.forward_calls import ForwardCall
+from sppo_hf.engine.model_parts import ModelParts
 from sppo_hf.engine.plan_cache import trainable_mask
 from sppo_hf.engine.recurrent_state import mixers_of
 from sppo_hf.engine.sequence_group import (
@@ -43,7 +44,6 @@ from sppo_hf.engine.sequence_group import (
     rank_token_counts,
 )
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import ModelParts
 from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedModelError
 from sppo_hf.pipeline.agreement import (
     call_facts,

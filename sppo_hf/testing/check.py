@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.structure import BUILD_ERRORS, auto_class_of, decoder_config
+from sppo_hf.engine.model_parts import BUILD_ERRORS, auto_class_of, decoder_config
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError, first_line
 from sppo_hf.planning.config_file import check_sizes, read_fields
 from sppo_hf.rules import format_bytes, refuse, show

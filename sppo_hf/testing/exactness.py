@@ -41,8 +41,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.model_parts import find_causal_lm
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import find_causal_lm
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.tiny_models import copy_of
 

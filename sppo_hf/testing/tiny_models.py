@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from sppo_hf.engine.structure import (
+from sppo_hf.engine.model_parts import (
     BUILD_ERRORS,
     auto_class_of,
     decoder_config,

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
+from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
 from sppo_hf.offload.layer_offload import WeightCasts
 from sppo_hf.testing.tiny_families import FAMILIES
 from sppo_hf.testing.tiny_models import tiny_config

@@ -15,6 +15,7 @@ from sppo_hf.attention.kv_cache import LayerKV
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.recompute import RecomputedLayer
 from sppo_hf.engine.sliced_calls import (
     CannotRunByLayer,
@@ -23,7 +24,6 @@ from sppo_hf.engine.sliced_calls import (
     layer_calls,
 )
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.planning.activation_modes import ActivationMode, mode_of

@@ -13,7 +13,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.engine.loss import ChunkedLoss
-from sppo_hf.engine.structure import auto_class_of, find_parts
+from sppo_hf.engine.model_parts import auto_class_of, find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.offload.layer_offload import PrefetchOrder
 from sppo_hf.planning.activation_modes import mode_of

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from sppo_hf import ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine.convert import convert, get_engine, is_converted, revert
-from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
+from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.sweeps import turn

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import device_facts
 from sppo_hf.engine.device_facts import model_shape
-from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
+from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
 from sppo_hf.offload import disk
 from sppo_hf.planning.machine import has_expandable_segments
 from sppo_hf.planning.model_profile import LoraShape

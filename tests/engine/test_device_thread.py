@@ -17,7 +17,7 @@ from torch import Tensor
 from sppo_hf import SPPOConfig
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.family_guard import family_check_disabled
-from sppo_hf.engine.structure import suppress_peft_warnings
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.planning.activation_modes import ActivationMode
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch

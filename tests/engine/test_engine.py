@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from sppo_hf import BudgetError, ConfigError, SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine import engine as engine_module
 from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.engine.plan_cache import PlanCache
 from sppo_hf.engine.step_observer import StepObserver
-from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.noise import add_even_noise

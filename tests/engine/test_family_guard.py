@@ -147,7 +147,7 @@ def test_a_users_subclass_of_a_proved_family_is_tried(monkeypatch):
 
 def test_a_family_that_ignores_its_states_is_refused(monkeypatch):
     """It is found by trying it; the table of reasons only says so earlier."""
-    monkeypatch.setattr("sppo_hf.engine.structure.STATE_REASONS", {})
+    monkeypatch.setattr("sppo_hf.engine.model_parts.STATE_REASONS", {})
     # Its scan is a loop over the tokens, which takes a minute to trace at the usual lengths.
     trace_short_scans(monkeypatch, (16, 32))
     with pytest.raises(UnsupportedModelError, match=r"was not exact when it was tried"):

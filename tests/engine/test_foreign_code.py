@@ -29,8 +29,8 @@ from sppo_hf import SPPOConfig, UnsupportedModelError
 from sppo_hf.engine import foreign_code
 from sppo_hf.engine.convert import check_convertible, convert, is_converted, revert
 from sppo_hf.engine.foreign_code import check_foreign_code
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.stages import StageCut, StagedModel
-from sppo_hf.engine.structure import find_parts
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.sweeps import KINDS, sample, turn

@@ -11,7 +11,7 @@ from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.convert import convert
 from sppo_hf.engine.forward_calls import ForwardCall, read_call, read_layout
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 

@@ -19,7 +19,7 @@ from sppo_hf.engine import plan_cache, weight_placement
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.family_guard import family_check_disabled
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.errors import ConfigError, SPPOError
 from sppo_hf.offload import weights as host
 from sppo_hf.offload.copy_streams import HostCopier

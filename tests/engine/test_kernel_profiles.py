@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.cpu_heap import CpuChunkArena
 from sppo_hf.engine.device_facts import model_shape
+from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
 from sppo_hf.engine.recompute import RecomputedLayer
-from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.activation_modes import Saved, mode_of
 from sppo_hf.planning.config_file import load_config

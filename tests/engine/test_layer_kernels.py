@@ -20,7 +20,7 @@ from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine import layer_kernels
 from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.layer_kernels import liger_runs_on
-from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
+from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
 from sppo_hf.planning.choices import DeviceFacts, read_choices
 from sppo_hf.testing.exactness import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model

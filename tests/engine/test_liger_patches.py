@@ -26,8 +26,8 @@ from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.cpu_heap import CpuChunkArena
 from sppo_hf.engine.device_facts import model_profile, model_shape
 from sppo_hf.engine.family_guard import check_family
+from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
 from sppo_hf.engine.recompute import RecomputedLayer
-from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.model_profile import LayerProfile, Training
 from tests.engine.measuring import SETTINGS, TOKENS, run, saved_bytes, sized_config

@@ -24,8 +24,8 @@ from sppo_hf.engine import loss as loss_module
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
+from sppo_hf.engine.model_parts import CAPTURES, ModelParts, find_parts
 from sppo_hf.engine.sliced_calls import _TiledCall, token_wise
-from sppo_hf.engine.structure import CAPTURES, ModelParts, find_parts
 from sppo_hf.planning.memory import Cause
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch

@@ -15,7 +15,7 @@ from torch import nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import mixer_kernels
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.model_profile import Training
 from sppo_hf.testing.exactness import Gradients, parameter_errors, run_batch, run_reference

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine.attention_interface import is_causal_with
 from sppo_hf.engine.convert import convert, revert
-from sppo_hf.engine.structure import find_parts
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.planning.config_file import check_config, load_config
 from sppo_hf.planning.model_profile import Training

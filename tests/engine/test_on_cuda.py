@@ -14,7 +14,7 @@ import torch
 
 from sppo_hf import SPPOConfig
 from sppo_hf.attention.backends.base import AttentionSpec
-from sppo_hf.engine.structure import suppress_peft_warnings
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.testing.exactness import compare_drift
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.attention.backends.usable import usable_backend

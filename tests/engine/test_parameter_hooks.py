@@ -11,7 +11,7 @@ import torch
 
 from sppo_hf import SPPOConfig
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.structure import (
+from sppo_hf.engine.model_parts import (
     find_causal_lm,
     has_parameter_hooks,
     suppress_peft_warnings,

@@ -12,10 +12,10 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import plan_cache as plans_module
 from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
 from sppo_hf.engine.plan_cache import PlanCache, PlannedOffload
 from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.step_observer import StepObserver, StepTimer
-from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.errors import BudgetError
 from sppo_hf.offload.engine import OffloadEngine
 from sppo_hf.planning.cost import Correction

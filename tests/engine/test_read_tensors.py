@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine.convert import convert
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import SavedTensor
-from sppo_hf.engine.structure import suppress_peft_warnings
 from sppo_hf.planning.activation_modes import all_modes, mode_of
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes

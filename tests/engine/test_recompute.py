@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine import recompute
 from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
-from sppo_hf.engine.structure import find_parts
 from sppo_hf.planning.activation_modes import ActivationMode, all_modes, mode_of
 from sppo_hf.testing.exactness import (
     Gradients,

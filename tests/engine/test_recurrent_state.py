@@ -21,8 +21,8 @@ from sppo_hf.attention.segments import RowSpans
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.family_guard import family_check_disabled
+from sppo_hf.engine.model_parts import mixers_of
 from sppo_hf.engine.recurrent_state import LayerStates, documents_in_chunk
-from sppo_hf.engine.structure import mixers_of
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.activation_modes import ActivationMode, Saved
 from sppo_hf.testing.exactness import (

@@ -21,8 +21,8 @@ from sppo_hf import SPPOConfig
 from sppo_hf.engine import layer_kernels
 from sppo_hf.engine.chunk_context import ChunkContext
 from sppo_hf.engine.convert import convert, revert
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.recompute import RecomputedLayer
-from sppo_hf.engine.structure import find_parts
 from sppo_hf.testing.exactness import compare_drift, parameter_errors, run_batch, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.sweeps import turn

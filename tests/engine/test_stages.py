@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.model_parts import find_causal_lm, find_parts
 from sppo_hf.engine.stage_messages import MessageLayout, _SharedKV
 from sppo_hf.engine.stages import AbsentLayer, StageCut, StagedModel
-from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import choose_cut
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model

@@ -20,10 +20,10 @@ from sppo_hf.engine import trace_profile
 from sppo_hf.engine.convert import convert, revert
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.family_guard import PROVED
+from sppo_hf.engine.model_parts import CACHE_ARGUMENTS, find_parts, suppress_peft_warnings
 from sppo_hf.engine.recompute import SavedTensor
 from sppo_hf.engine.selective import SelectiveRecorder
 from sppo_hf.engine.stage_messages import MessageLayout
-from sppo_hf.engine.structure import CACHE_ARGUMENTS, find_parts, suppress_peft_warnings
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.activation_modes import Saved, mode_of

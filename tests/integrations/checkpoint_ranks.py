@@ -21,7 +21,7 @@ from torch import distributed as dist
 from transformers import Trainer
 
 from sppo_hf import SPPOPlugin
-from sppo_hf.engine.structure import suppress_peft_warnings
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.errors import ConfigError
 from tests.integrations.training import make_arguments, make_model, make_rows
 

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import revert
 from sppo_hf.engine.device_facts import model_profile
+from sppo_hf.engine.model_parts import find_causal_lm, find_parts
 from sppo_hf.engine.stages import staged_model_of
-from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import convert_over_ranks
 from sppo_hf.testing.exactness import float64_everywhere, run_reference

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
 from sppo_hf.engine.convert import get_engine, is_converted
-from sppo_hf.engine.structure import disable_gradient_checkpointing, suppress_peft_warnings
+from sppo_hf.engine.model_parts import disable_gradient_checkpointing, suppress_peft_warnings
 from sppo_hf.integrations import accelerator as accelerator_module
 from tests.integrations.training import (
     is_checkpointing,

@@ -36,7 +36,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.structure import suppress_peft_warnings
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.tiny_models import build_tiny_model

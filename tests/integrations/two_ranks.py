@@ -34,7 +34,7 @@ from transformers import EarlyStoppingCallback, Trainer
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
-from sppo_hf.engine.structure import suppress_peft_warnings
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.errors import PipelineError, SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.exactness import float64_everywhere

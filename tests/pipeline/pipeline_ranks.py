@@ -34,8 +34,8 @@ from sppo_hf.engine import mixer_kernels
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import model_profile
 from sppo_hf.engine.family_guard import family_check_disabled
+from sppo_hf.engine.model_parts import find_causal_lm, find_parts
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
-from sppo_hf.engine.structure import find_causal_lm, find_parts
 from sppo_hf.errors import SPPOError
 from sppo_hf.integrations.accelerator import total_norm
 from sppo_hf.pipeline import multiplex

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from sppo_hf.engine.structure import suppress_peft_warnings
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.errors import ConfigError, PipelineError
 from sppo_hf.pipeline.checkpoint import RankCoords, load_weights, save_weights, saving
 from sppo_hf.pipeline.checkpoint_files import (

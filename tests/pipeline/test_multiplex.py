@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.sequence_group import held_kv_heads, kv_head_transfers, local_heads
 from sppo_hf.engine.stages import StageCut, StagedModel
-from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline import multiplex
 from sppo_hf.pipeline.multiplex import (

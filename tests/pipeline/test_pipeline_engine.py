@@ -15,8 +15,8 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.layer_kernels import restore_layers
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.step_observer import StepRecord
-from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline import pipeline_engine

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.sequence_group import local_heads, rank_tokens
-from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import ConfigError, PipelineError, UnsupportedModelError
 from sppo_hf.pipeline import sequence_parallel
 from sppo_hf.pipeline.sequence_parallel import (

@@ -14,8 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from sppo_hf import SPPOConfig
+from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
 from sppo_hf.engine.stages import AbsentLayer, AbsentModule, StageCut, staged_model_of
-from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.pipeline import convert as loading
 from sppo_hf.pipeline.convert import load_stages

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.forward_calls import read_call
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.stages import StagedModel
-from sppo_hf.engine.structure import find_parts
 from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.pipeline.convert import choose_cut
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sppo_hf.engine.structure import suppress_peft_warnings
+from sppo_hf.engine.model_parts import suppress_peft_warnings
 from tests.deprecations import assert_no_deprecation
 from tests.pipeline.fork_server import fork_server
 from tests.recipes.tiny import save_jsonl, save_text_folder, save_tiny_model

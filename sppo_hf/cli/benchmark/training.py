@@ -40,7 +40,7 @@ from sppo_hf.cli.benchmark.contenders import Contender, parse
 from sppo_hf.cli.benchmark.results import Job
 from sppo_hf.cli.common import model_path
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, divide_loss
-from sppo_hf.engine.structure import find_parts, suppress_peft_warnings
+from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
 from sppo_hf.integrations.plugin import SPPOPlugin
 from sppo_hf.planning.config_file import read_fields
 from sppo_hf.planning.model_shape import ModelShape

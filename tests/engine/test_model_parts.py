@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sppo_hf import ConfigError, SPPOConfig, UnsupportedModelError
 from sppo_hf.engine.convert import convert
-from sppo_hf.engine.structure import (
+from sppo_hf.engine.model_parts import (
     BUILD_ERRORS,
     all_modules,
     are_sharded,
