@@ -15,7 +15,7 @@ from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline import executor
 from sppo_hf.pipeline.executor import Executor, Transport
 from sppo_hf.pipeline.unit_tensors import UnitTensors
-from sppo_hf.schedule.actions import Action
+from sppo_hf.schedule.actions import Action, Kind
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.messages import chunk_runs, messages
@@ -65,6 +65,16 @@ class FakeUnits:
 
     def copy(self, kind: str, stage: int, micro_batch: int, chunk: int) -> None:
         self.log.append(f"copy {kind} {stage} {micro_batch}.{chunk}")
+
+    def chunk_runner(self, stage: int, micro_batch: int, chunk: int) -> Any:
+        def begin_stream(of: int, *, backward: bool) -> None:
+            assert of == chunk
+            self.log.append(f"begin {'backward' if backward else 'forward'} {stage} {chunk}")
+
+        return SimpleNamespace(begin_stream=begin_stream)
+
+    def end_stream(self, stage: int, micro_batch: int, chunk: int) -> None:
+        self.log.append(f"end {stage} {chunk}")
 
     @property
     def is_finished(self) -> bool:
@@ -190,6 +200,28 @@ def test_each_action_goes_to_its_handler_in_order(name: str, rank: int) -> None:
     assert not transport.coming
     for one, after in itertools.pairwise(done):
         assert one.start_seconds <= one.ready_seconds <= one.end_seconds <= after.start_seconds
+
+
+def test_copies_of_keys_begin_and_end_the_stream_of_their_pass() -> None:
+    ways: list[tuple[Kind, int]] = [("L", 1), ("K", 0), ("O", 0), ("S", 1)]
+    ways += [("L", 2), ("K", 1), ("O", 1), ("S", 2)]
+    copies = {(kind, 1, 1, part) for kind, part in ways}
+    schedule = lower(generate("seq1f1b", Size(3, 1, CHUNKS)), kv_copies=copies)
+    log: list[str] = []
+    units, transport = FakeUnits(log, schedule.num_stages), FakeTransport(log)
+    executor, _ = make(schedule, 1, units=units, transport=transport)
+    done = executor.run()
+    seen = [
+        (one.action.kind, one.action.part, line)
+        for one, line in zip(done, log, strict=True)
+        if one.action.kind in ("L", "K", "O", "S")
+    ]
+    words = {"L": "begin {} 1 1", "K": "begin {} 1 1", "O": "end 1 1", "S": "end 1 1"}
+    passes = [*["forward"] * 4, *["backward"] * 4]
+    assert seen == [
+        (kind, part, words[kind].format(one))
+        for (kind, part), one in zip(ways, passes, strict=True)
+    ]
 
 
 def test_a_wait_is_no_part_of_the_units_own_time() -> None:

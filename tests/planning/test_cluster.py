@@ -1,5 +1,6 @@
 """Layouts over devices: the fastest that fit, none missed, and what is said where none does."""
 
+import itertools
 import math
 from dataclasses import replace
 from itertools import product
@@ -16,6 +17,7 @@ from sppo_hf.planning.cluster import (
     _few_rows,
     _num_actions,
     _simulate_rows,
+    _warm_up,
     layouts,
     simulate_layout,
     solve_cluster,
@@ -232,6 +234,21 @@ def test_units_that_ranks_have_begun_are_known_without_their_schedule(name: str)
                 forwards_before_backward(name, size)
                 == generate(name, size).forwards_before_backward
             ), size
+
+
+@pytest.mark.parametrize("name", ["1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", MSP])
+def test_rows_that_begin_before_a_backward_are_known_without_their_schedule(name: str) -> None:
+    for stages, rows, chunks in product((2, 3, 4), (1, 2, 5), (2, 4)):
+        virtual = 2 if name in INTERLEAVED else 1
+        chunks = 1 if name == "1f1b" else max(chunks, stages) if name == MSP else chunks
+        layout = Layout(name, stages, 1, virtual, chunks, "even", "whole", "none")
+        made = generate(name, Size(stages, rows, chunks, virtual))
+        first = itertools.takewhile(lambda action: action.kind == "F", made.ranks[0])
+        begun = {made.micro_batch(action) for action in first}
+        warm_up, every = _warm_up(layout, rows)
+        # Of a group that passes the stages as one, some may begin later.
+        most = warm_up + every - 1 if every else rows
+        assert warm_up <= len(begun) <= most, layout
 
 
 def test_units_are_shared_where_the_runtime_takes_them() -> None:
