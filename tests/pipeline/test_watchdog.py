@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from sppo_hf.pipeline.watchdog import (
     is_broken_connection,
     process_state,
     this_process,
+    watch_launch,
 )
 
 TIMEOUT = 0.4
@@ -482,3 +484,36 @@ def test_a_rank_that_closed_its_watchdog_is_not_ended(launch: Launch) -> None:
     launch.store.set("sppo/failed", json.dumps(failure))
     time.sleep(3 * TIMEOUT)
     assert not launch.ended
+
+
+def test_a_process_group_has_one_watchdog_and_the_next_group_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[int] = []
+
+    class Dog:
+        def __init__(self, rank: int, ranks: range, **_: Any) -> None:
+            self.ranks = len(ranks)
+
+        def watch_exit(self) -> None:
+            """Watch nothing."""
+
+        def close(self) -> None:
+            closed.append(self.ranks)
+
+    launch = SimpleNamespace(WORLD=object())
+    sizes = iter((2, 3))
+    dist = SimpleNamespace(
+        group=launch, get_rank=lambda: 0, get_world_size=lambda: next(sizes), is_initialized=bool
+    )
+    monkeypatch.setattr(module, "dist", dist)
+    monkeypatch.setattr(module, "Watchdog", Dog)
+    monkeypatch.setattr(module, "_current", None)
+    first = watch_launch(1.0)
+    assert watch_launch(1.0) is first
+    assert not closed
+    launch.WORLD = object()
+    second = watch_launch(1.0)
+    assert second is not first
+    assert closed == [2]
+    assert watch_launch(1.0) is second
