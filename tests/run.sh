@@ -25,7 +25,8 @@ if [[ ${1:-} == --all ]]; then
     export SPPO_TESTS_ALL=1
 elif [[ ${1:-} == --quick ]]; then
     shift
-    # Whole files, so that no others are imported; of the largest one a part.
+    # Whole files, so that no others are imported; of the largest one a part, and without what takes
+    # longest of what others are like.
     quick=(
         -m "not slow and not gpu"
         -k "not test_exactness.py or gemma3 or gpt_oss or deepseek_v3 or refused or seen"
@@ -39,6 +40,10 @@ elif [[ ${1:-} == --quick ]]; then
         tests/pipeline/test_{executor,gradients,pipeline_engine,pipeline_exactness}.py
         tests/integrations/test_{accelerator,plugin,trainer,validation}.py
         tests/cli/test_{check,plan}.py
+        --deselect 'tests/integrations/test_trainer.py::test_many_steps_log_the_same_numbers[recompute]'
+        --deselect 'tests/engine/test_recompute.py::test_layers_with_compiled_parts'
+        --deselect 'tests/cli/test_plan.py::test_a_disk_is_used_where_it_is_allowed_and_nothing_else_fits'
+        --deselect 'tests/pipeline/test_pipeline_exactness.py::test_a_cross_through_all_is_exact[2-2]'
     )
     SPPO_LINT=0
 fi

@@ -257,9 +257,13 @@ class ModelParts:
         Transformers' hook of the embedding divides `neftune_noise_alpha` by the root of the number
         of tokens that it sees (arXiv 2310.05914).
         """
-        embedding = self.causal_lm.get_input_embeddings()
-        alpha = getattr(embedding, "neftune_noise_alpha", None)
-        scaled = {} if alpha is None else {embedding: alpha * math.sqrt(tokens / total_tokens)}
+        share = math.sqrt(tokens / total_tokens)
+        # The hook may be of a module that PEFT has wrapped since.
+        scaled = {
+            module: alpha * share
+            for module in self.causal_lm.get_input_embeddings().modules()
+            if (alpha := module.__dict__.get("neftune_noise_alpha")) is not None
+        }
         return patched_attribute("neftune_noise_alpha", scaled)
 
     def final_norm(self) -> nn.Module | None:

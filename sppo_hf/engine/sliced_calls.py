@@ -39,11 +39,10 @@ import contextlib
 import copy
 import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +50,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from transformers.utils.output_capturing import _active_collector
 
 from sppo_hf.engine.model_parts import (
     CAPTURES,
@@ -456,12 +456,8 @@ class TokenWise:
     """Structure of what it returns."""
     dims: tuple[int, ...]
     """Dim of the tokens in each returned tensor: 1 for `[B, T, ...]`, 0 for `[M, ...]`."""
-    collected: TreeSpec
-    """Structure of what its submodules return and Transformers collects: a list, by `routers`."""
     collected_dims: tuple[int, ...]
-    """Dim of the tokens in each of these tensors."""
-    routers: tuple[nn.Module, ...]
-    """These submodules, in the order of their calls."""
+    """Dim of the tokens in each tensor that hooks of Transformers collect from its routers."""
 
 
 _found: weakref.WeakKeyDictionary[nn.Module, tuple[object, tuple[TokenWise, ...]]]
@@ -474,13 +470,18 @@ def token_wise(layer: nn.Module, hidden: Tensor) -> tuple[TokenWise, ...]:
     Raises:
         NotTokenWise: A module takes hidden states alone and mixes tokens.
     """
-    state = tuple((id(x), has_hooks(x), is_compiled(x)) for x in layer.modules())
+    state = tuple(map(_state, layer.modules()))
     known = _found.get(layer)
     if known is None or known[0] != state:
         children = layer.named_children()
         found = tuple(x for name, child in children for x in _search(name, child, hidden))
         known = _found[layer] = (state, found)
     return known[1]
+
+
+def _state(module: nn.Module) -> tuple[object, ...]:
+    own = captures(module)
+    return id(module), bool(own), has_hooks(module, besides=own), is_compiled(module)
 
 
 def is_searched(module: nn.Module) -> bool:
@@ -501,7 +502,7 @@ def _search(name: str, module: nn.Module, hidden: Tensor) -> Iterator[TokenWise]
     if not is_worth_tiles(module) or is_compiled(module):  # a compiler would trace the tiles
         return
     # A router of a parent that cannot run in tiles takes what that makes of the tokens.
-    if "." in name and has_hooks(module):
+    if "." in name and captures(module) and not is_searched(module):
         return
     if not is_searched(module):
         found = _probe(name, module, hidden)
@@ -545,64 +546,45 @@ def _probe(name: str, module: nn.Module, like: Tensor) -> TokenWise | None:
     devices = [like.device] if like.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices), WithoutDropout():
         try:
-            output, calls = _collecting(module, module.forward, x_1MD)
+            output, collected = _collecting(module.forward, x_1MD)
         except _DOES_NOT_TAKE_TOKENS:
             return None
         leaves, spec = tree_flatten(output)
-        collected, collected_spec = tree_flatten(list(calls.outputs))
         dims = [_probed_token_dim(leaf) for leaf in (*leaves, *collected)]
         if not leaves or any(dim is None for dim in dims):
             return None
         known = [dim or 0 for dim in dims]
         found = TokenWise(
             *(name, module, spec, tuple(known[: len(leaves)])),
-            *(collected_spec, tuple(known[len(leaves) :]), tuple(calls.modules)),
+            tuple(known[len(leaves) :]),
         )
         for parts in (
             (x_1MD[:, :_SPLIT_TOKENS], x_1MD[:, _SPLIT_TOKENS:]),
             (x_1MD.reshape(2, -1, width),),
         ):
-            given = [_leaves(found, module.forward, part) for part in parts]
+            given = [_leaves(module.forward, part) for part in parts]
             _compare(found, [*leaves, *collected], given)
     return found
 
 
-class _Collected(NamedTuple):
-    """Calls of modules whose outputs Transformers collects."""
-
-    modules: list[nn.Module]
-    outputs: list[Any]
+_COLLECTED = "router_logits"
+"""What Transformers collects by hooks inside of token-wise modules."""
 
 
-def _collecting(
-    module: nn.Module, forward: Callable[..., Any], x: Tensor
-) -> tuple[Any, _Collected]:
-    """Run a module; returns its output, and what its submodules gave Transformers' hooks instead.
-
-    The hooks themselves do not run.
-    """
-    calls = _Collected([], [])
-
-    def keep(router: nn.Module, _: Any, output: Any) -> None:
-        calls.modules.append(router)
-        calls.outputs.append(output)
-
-    hooks: dict[nn.Module, OrderedDict[int, Callable[..., Any]]] = {}
-    for part in all_modules(module):
-        own = captures(part)
-        if own and part is not module:
-            others = {key: h for key, h in part._forward_hooks.items() if key not in own}
-            hooks[part] = OrderedDict({**others, next(iter(own)): keep})
-    with patched_attribute("_forward_hooks", hooks):
-        return forward(x), calls
+def _collecting(forward: Callable[..., Any], x: Tensor) -> tuple[Any, list[Any]]:
+    """Run a module; returns its output, and what Transformers' hooks inside collected of it."""
+    collected: list[Any] = []
+    token = _active_collector.set({_COLLECTED: collected})
+    try:
+        return forward(x), collected
+    finally:
+        _active_collector.reset(token)
 
 
-def _leaves(part: TokenWise, forward: Callable[..., Any], x: Tensor) -> list[Any]:
-    """Run a module; returns the leaves of its output, then those of what is collected."""
-    if not part.routers:
-        return tree_flatten(forward(x))[0]
-    output, calls = _collecting(part.module, forward, x)
-    return tree_flatten(output)[0] + tree_flatten(list(calls.outputs))[0]
+def _leaves(forward: Callable[..., Any], x: Tensor) -> list[Any]:
+    """Run a module; returns the leaves of its output, then what is collected."""
+    output, collected = _collecting(forward, x)
+    return tree_flatten(output)[0] + collected
 
 
 def _compare(found: TokenWise, whole: list[Tensor], parts: list[list[Any]]) -> None:
@@ -787,25 +769,23 @@ class _TiledCall:
     def _run(self, forward: Callable[[Tensor], Any], *, collect: bool) -> list[Tensor]:
         """Run all tiles; returns the leaves of the output.
 
-        With `collect`, Transformers' hooks inside get what all tiles gave them; a rerun has none.
+        With `collect`, what hooks of Transformers collected of all tiles is joined and handed on to
+        who asked for it; a rerun collects nothing.
         """
         part = self._part
+        asked: list[Tensor] | None = (_active_collector.get() or {}).get(_COLLECTED)
+        dims = part.dims + part.collected_dims * (collect and asked is not None)
         tokens, tiles = self._bounds[-1][1], len(self._tiles)
-        dims = part.dims + part.collected_dims * collect
         joints = [TokenJoin(dim, tokens, tiles) for dim in dims]
         for (start, end), tile in zip(self._bounds, self._tiles, strict=True):
-            leaves = _leaves(part, forward, tile)[: len(dims)]
+            leaves = _leaves(forward, tile)[: len(dims)]
             for joint, leaf in zip(joints, leaves, strict=True):
                 joint.put(leaf, start, end)
             del leaves
         self._tiles = []
         outputs = [joint.close() for joint in joints]
-        if collect and part.routers:
-            collected = self._in_rows(outputs[len(part.dims) :], part.collected_dims)
-            given = tree_unflatten(collected, part.collected)
-            for router, output in zip(part.routers, given, strict=True):
-                for hook in captures(router).values():
-                    hook(router, (), output)
+        if asked is not None and collect:
+            asked += self._in_rows(outputs[len(part.dims) :], part.collected_dims)
         return outputs[: len(part.dims)]
 
     def _shaped(self, leaves: list[Tensor]) -> Any:

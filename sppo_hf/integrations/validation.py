@@ -194,7 +194,8 @@ def check_shared_batches(args: TrainingArguments, config: SPPOConfig) -> None:
 
     Raises:
         ConfigError: The batch size is to be searched, tokens are counted by gathering over all
-            ranks, or a trainer of TRL would generate text or read logits.
+            ranks, embeddings get noise where ranks may share units, or a trainer of TRL would
+            generate text or read logits.
     """
     name = "pp_size" if config.pp_size > 1 else "sp_size"
     size = config.pp_size * config.sp_size
@@ -206,6 +207,12 @@ def check_shared_batches(args: TrainingArguments, config: SPPOConfig) -> None:
             f"which ranks that share batches ({name}={size}) cannot do. Allowed with {name} > 1: "
             f"{', '.join(f'{one}Trainer' for one in _TRL_TRAINERS_ON_SHARED_BATCHES)}. Remedy: "
             f"{trainer} with {name}=1."
+        )
+    if config.pp_size > 1 and args.neftune_noise_alpha and config.pp_msp != "off":
+        raise ConfigError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha} with pp_msp={config.pp_msp!r}: ranks "
+            "that share units may embed tokens without the hook that adds the noise. Allowed: "
+            "pp_msp='off'. Remedy: pp_msp='off', or drop neftune_noise_alpha."
         )
     if args.auto_find_batch_size:
         raise ConfigError(

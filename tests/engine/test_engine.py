@@ -543,6 +543,19 @@ def test_noise_on_embeddings_is_as_strong_as_that_of_the_whole_sequence(trained,
         assert abs(model.eval()(**batch).loss - report.loss) > 1e-3, "without noise"
 
 
+def test_noise_on_embeddings_that_peft_has_wrapped_since():
+    peft = pytest.importorskip("peft")
+    model = build_tiny_model("llama")
+    add_even_noise(model, 5.0)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    with suppress_peft_warnings():
+        model = peft.get_peft_model(model, lora).double()
+    # Without a gradient a CPU embeds chunk by chunk, too.
+    model.get_input_embeddings().requires_grad_(False)
+    report = compare(model, make_batch(rows=2, tokens=T), _config(order="by_chunk"))
+    assert report.exact, str(report)
+
+
 def test_attention_dropout_is_refused_in_training(model, ids):
     model.config.attention_dropout = 0.1
     convert(model, _config())

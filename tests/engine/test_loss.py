@@ -17,6 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from sppo_hf import SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine import family_guard as guard
@@ -24,7 +25,7 @@ from sppo_hf.engine import loss as loss_module
 from sppo_hf.engine.convert import convert, get_engine
 from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
-from sppo_hf.engine.model_parts import CAPTURES, ModelParts, find_parts
+from sppo_hf.engine.model_parts import CAPTURES, ModelParts, captures, find_parts
 from sppo_hf.engine.sliced_calls import _TiledCall, token_wise
 from sppo_hf.planning.memory import Cause
 from sppo_hf.testing.exactness import compare, float64_everywhere
@@ -639,6 +640,20 @@ def test_router_loss_where_experts_run_in_tiles(
     report = compare(build_tiny_model(f"{family}-router-loss"), batch, settings)
     assert report.exact, str(report)
     assert tiles["mlp"] > 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "jetmoe"])
+def test_hooks_of_transformers_leave_tiles_as_they_are(family: str) -> None:
+    """Those of others end the tiles of what is around them, whenever they come."""
+    model: Any = build_tiny_model(family, dtype=torch.float32)
+    layer, like = model.model.layers[-1], torch.zeros(1, 1, model.config.hidden_size)
+    before = {part.name for part in token_wise(layer, like)}
+    assert "mlp" in before
+    maybe_install_capturing_hooks(model.model)
+    assert {part.name for part in token_wise(layer, like)} == before
+    router = next(x for x in layer.mlp.modules() if captures(x))
+    router.register_forward_hook(lambda *_: None)
+    assert "mlp" not in {part.name for part in token_wise(layer, like)}
 
 
 def test_router_loss_with_lora_and_accumulation() -> None:

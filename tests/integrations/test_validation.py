@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
+from transformers import TrainingArguments
 
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.integrations.validation import (
@@ -118,6 +119,7 @@ def test_sizes_of_the_environment_are_checked_too(monkeypatch):
 )
 def test_trainers_of_trl_that_a_pipeline_cannot_run_are_refused_by_name(name, fits):
     settings = {"auto_find_batch_size": False, "include_num_input_tokens_seen": "no"}
+    settings |= {"neftune_noise_alpha": None}
     theirs = type(f"{name}Config", (), {"__module__": "trl.trainer", **settings})
     args = type("MyArguments", (theirs,), {})()  # a script may add fields of its own
     if fits:
@@ -125,3 +127,12 @@ def test_trainers_of_trl_that_a_pipeline_cannot_run_are_refused_by_name(name, fi
         return
     with pytest.raises(ConfigError, match=rf"TRL's {name}Trainer.*SFTTrainer.*pp_size=1"):
         check_shared_batches(args, SPPOConfig(pp_size=2))
+
+
+def test_noise_on_embeddings_needs_stages_that_run_their_own_units(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, neftune_noise_alpha=5.0)
+    for shared in ("auto", "on"):
+        with pytest.raises(ConfigError, match=r"neftune_noise_alpha=5\.0 .*Remedy: pp_msp='off'"):
+            check_shared_batches(args, SPPOConfig(pp_size=2, pp_msp=shared))
+    check_shared_batches(args, SPPOConfig(pp_size=2, pp_msp="off"))
+    check_shared_batches(args, SPPOConfig(sp_size=2))
