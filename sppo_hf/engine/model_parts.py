@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -700,13 +700,13 @@ def has_hooks(module: nn.Module, *, besides: Container[int] = ()) -> bool:
     )
 
 
-def captures(module: nn.Module) -> dict[int, Callable[..., None]]:
-    """Return the forward hooks by which Transformers collects what a module returns, by their keys.
+def captures(module: nn.Module) -> set[int]:
+    """Return the keys of forward hooks by which Transformers collects what a module returns.
 
     They change nothing, and do nothing unless the outer call asks for what they collect.
     """
     return {
-        key: hook
+        key
         for key, hook in module._forward_hooks.items()
         if getattr(hook, "__module__", None) == output_capturing.__name__
     }

@@ -773,8 +773,10 @@ class _TiledCall:
         who asked for it; a rerun collects nothing.
         """
         part = self._part
-        asked: list[Tensor] | None = (_active_collector.get() or {}).get(_COLLECTED)
-        dims = part.dims + part.collected_dims * (collect and asked is not None)
+        asked: list[Tensor] | None = None
+        if collect:
+            asked = (_active_collector.get() or {}).get(_COLLECTED)
+        dims = part.dims if asked is None else part.dims + part.collected_dims
         tokens, tiles = self._bounds[-1][1], len(self._tiles)
         joints = [TokenJoin(dim, tokens, tiles) for dim in dims]
         for (start, end), tile in zip(self._bounds, self._tiles, strict=True):
@@ -784,7 +786,7 @@ class _TiledCall:
             del leaves
         self._tiles = []
         outputs = [joint.close() for joint in joints]
-        if asked is not None and collect:
+        if asked is not None:
             asked += self._in_rows(outputs[len(part.dims) :], part.collected_dims)
         return outputs[: len(part.dims)]
 
