@@ -1,12 +1,13 @@
 """Checks every language model of the installed Transformers: exact, refused, or not tried, and why.
 
     python recipes/tools/census.py llama mamba  # prints what becomes of each
+    python recipes/tools/census.py "llama ForSequenceClassification"  # of a classifier
     python recipes/tools/census.py --write      # all of them; recipes/MODELS.md has the counts
 
 The list is Transformers' own: the types of which `AutoModelForCausalLM`,
-`AutoModelForImageTextToText` or `AutoModelForMultimodalLM` makes a model. "Not tried" are those of
-which no tiny random model can be built or run. Takes minutes; the exit code is 1 if any is neither
-exact nor refused nor not tried.
+`AutoModelForImageTextToText` or `AutoModelForMultimodalLM` makes a model, and the classifiers of
+these types. "Not tried" are those of which no tiny random model can be built or run. Takes minutes;
+the exit code is 1 if any is neither exact nor refused nor not tried.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from transformers.models.auto import modeling_auto
 from recipes.tools.family_table import CENSUS, ROOT, write_page
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.family_guard import family_check_disabled
+from sppo_hf.engine.model_parts import CLASSIFIERS
 from sppo_hf.errors import ConfigError
-from sppo_hf.testing.check import check_model
+from sppo_hf.testing.check import check_config, check_model
+from sppo_hf.testing.tiny_models import classifier_class, tiny_config
 
 TYPES = sorted(
     {
@@ -35,6 +38,12 @@ TYPES = sorted(
         *getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", ()),
     }
 )
+CLASSIFIER_TYPES = [
+    f"{name} {kind}"
+    for kind in CLASSIFIERS
+    for name in getattr(transformers, f"AutoModel{kind}")._model_mapping._model_mapping
+    if name in TYPES
+]
 SETTINGS = SPPOConfig(
     # A chunk of one token comes first, where models with states may have it.
     chunk_lengths=(1, 9, 5, 8, 6),
@@ -61,8 +70,14 @@ def census(names: Iterable[str] = TYPES) -> dict[str, tuple[str, str]]:
 
 
 def _outcome(name: str) -> tuple[str, str]:
+    family, _, kind = name.partition(" ")
     try:
-        result = check_model(name, SETTINGS)
+        if kind:
+            config = tiny_config(family, num_labels=3)
+            model_class = classifier_class(config, kind)
+            result = check_config(config, SETTINGS, model_class=model_class)
+        else:
+            result = check_model(name, SETTINGS)
     except ConfigError as error:
         return "not tried", str(error)
     except _CRASHES as error:
@@ -81,19 +96,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    found = census(options.types or TYPES)
+    found = census(options.types or [*TYPES, *CLASSIFIER_TYPES])
     for name, (status, detail) in sorted(found.items(), key=lambda item: item[1][0]):
         print(f"{status}: {name}: {' '.join(detail.split())[:200]}")
-    counts = Counter(status for status, _ in found.values())
-    print(dict(counts))
+    print(dict(Counter(status for status, _ in found.values())))
     if options.write and not options.types:
-        path = ROOT / CENSUS
+        path, version = ROOT / CENSUS, transformers.__version__
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        errors = [float(detail) for status, detail in found.values() if _is_exact(status)]
-        known[transformers.__version__] = {**counts, "worst error": max(errors)}
+        for label, names in ((version, TYPES), (f"{version}, classifiers", CLASSIFIER_TYPES)):
+            known[label] = _counts([found[name] for name in names])
         path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         write_page(ROOT)
-    return int(counts["not exact"] > 0)
+    return int(any(status == "not exact" for status, _ in found.values()))
+
+
+def _counts(found: Sequence[tuple[str, str]]) -> dict[str, float]:
+    errors = [float(detail) for status, detail in found if _is_exact(status)]
+    return {**Counter(status for status, _ in found), "worst error": max(errors)}
 
 
 def _is_exact(status: str) -> bool:

@@ -238,7 +238,9 @@ Made by `python recipes/tools/checkpoint_table.py --write`; `sppo check --list` 
 Each type of which `AutoModelForCausalLM`, `AutoModelForImageTextToText` or
 `AutoModelForMultimodalLM` makes a model, as a tiny random one, tried the same way by
 `python recipes/tools/census.py --write`. "Text decoder alone": the whole cannot be built so small,
-its decoder can. "Not tried": neither can, or it does not run without pixels or sound.
+its decoder can. "Not tried": neither can, or it does not run without pixels or sound. Classifiers
+are those of these types under `AutoModelForSequenceClassification`, `ForTokenClassification` and
+`ForQuestionAnswering`; those of encoders (BERT) are refused.
 
 {census_markdown(json.loads((root / CENSUS).read_text(encoding="utf-8")))}"""
     (root / PAGE).write_text(text, encoding="utf-8")

@@ -224,7 +224,8 @@ def model_shape(parts: ModelParts, device: torch.device | None = None) -> ModelS
         weight_bytes=sum(p.nbytes for p in parameters),
         gradient_bytes=sum(p.nbytes for p in trained),
     )
-    return replace(shape, cpu_threads=torch.get_num_threads())
+    head_width = parts.head_width() if parts.is_classifier else None
+    return replace(shape, cpu_threads=torch.get_num_threads(), head_width=head_width)
 
 
 def whole_shape(parts: ModelParts) -> ModelShape:
@@ -252,8 +253,10 @@ def model_profile(parts: ModelParts, device: torch.device | None = None) -> Mode
     if key not in _profiles:
         make = partial(_trace, parts)
         # Profiles of custom code are not stored, since it may change under the same settings; nor
-        # are those of code that Liger has replaced, which saves less under the same name.
+        # are those of code that Liger has replaced, which saves less under the same name, and of
+        # classifiers, which have another head under the same settings.
         stock = own_class.__module__.startswith("transformers.") and not patched
+        stock = stock and not parts.is_classifier
         _profiles[key] = find_profile(config, training, make) if stock else make(config, training)
     return _profiles[key]
 

@@ -1,9 +1,9 @@
 """Check at conversion that a model's family is exact, if the project's tests do not cover it.
 
 Families in `PROVED` are compared with the unmodified model in this project's tests. For any other,
-and for a user's own model class, conversion builds a tiny random model and compares loss and all
-gradients in float64, once per process (about a second). A model that is not exact is refused; if no
-tiny model can be built, conversion warns and says how to check it.
+for classifiers, and for a user's own model class, conversion builds a tiny random model and
+compares loss and all gradients in float64, once per process (about a second). A model that is not
+exact is refused; if no tiny model can be built, conversion warns and says how to check it.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ WITHOUT_ROUTER_LOSS = (
 def is_proved(parts: ModelParts) -> bool:
     """Whether tests cover the family; for a multimodal model, also that of its text decoder.
 
-    They do not cover a user's subclass, whatever its model type.
+    They do not cover a user's subclass, nor every family's classifier, whatever its model type.
     """
-    if not parts.is_stock:
+    if not parts.is_stock or parts.is_classifier:
         return False
     if parts.has_router_loss() and parts.model_type not in PROVED_ROUTER_LOSS:
         return False
@@ -206,7 +206,8 @@ def _try_tiny_model(
         torch.autocast("cpu", enabled=False),
         torch.random.fork_rng(devices=[]),
     ):
-        model_class = None if parts.is_stock else parts.model_class
+        usual = parts.is_stock and not parts.is_classifier
+        model_class = None if usual else parts.model_class
         result = check_config(
             config, settings, model_class=model_class, left_padded_rows=left_padded_rows
         )

@@ -20,7 +20,6 @@ layers keep padding out of their states by zeros; ours begin anew behind it, whi
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,6 +41,7 @@ from sppo_hf.errors import ConfigError
 
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_CLASSIFIER_LABELS = ("labels", "start_positions", "end_positions")
 _HEAD_ARGUMENTS = ("fused_lm_head",)
 """Keywords with which TRL makes its own head compute log-probabilities in tiles."""
 _OTHER_INPUTS = ("image", "pixel", "video", "audio", "feature")
@@ -68,7 +68,8 @@ class ForwardCall:
     loss_arguments: dict[str, Any]
     """Arguments of the loss as given, for models that compute head and loss themselves."""
     head_arguments: dict[str, Any]
-    """Arguments of a replaced head (TRL's), which then gets the whole hidden states."""
+    """Arguments of a head that gets the whole hidden states: of TRL's own; of a classifier all that
+    the call was given."""
     router_loss: bool
     """Whether the load-balancing loss of routers is asked for, by keyword or config."""
     constants: dict[str, Any]
@@ -88,6 +89,8 @@ class ForwardCall:
     @property
     def has_labels(self) -> bool:
         """Whether the call asks for a loss."""
+        if self.parts.is_classifier:
+            return any(self.head_arguments.get(name) is not None for name in _CLASSIFIER_LABELS)
         return self.shift_labels is not None
 
     @property
@@ -163,9 +166,9 @@ class ForwardCall:
             attention_mask=self.attention_mask,
             position_ids=positions,
             cu_seq_lens=self.cu_seq_lens,
-            shift_labels_BT=None if all_positions else self.shift_labels,
+            shift_labels_BT=None if all_positions else self._predicted_labels(),
             ignore_index=self.ignore_index,
-            left_padding=functools.partial(left_padding_reason, self.parts, self.batch_rows),
+            left_padding=self._left_padding_reason,
             blocks=bool(getattr(self.parts.text_config, "attention_chunk_size", None)),
         )
         by_positions = self.attention_mask is None and self.cu_seq_lens is None
@@ -179,6 +182,26 @@ class ForwardCall:
                 stacklevel=2,
             )
         return layout
+
+    def _predicted_labels(self) -> Tensor | None:
+        """Labels at the positions that predict them; a classifier predicts no tokens."""
+        if not self.parts.is_classifier:
+            return self.shift_labels
+        shape = (self.batch_rows, self.total_tokens)
+        return torch.full(shape, self.ignore_index, device=self.device)
+
+    def _left_padding_reason(self) -> str:
+        """Return why rows may not begin with padding; "" where they may."""
+        name, kind = self.parts.name, self.parts.causal_lm.loss_type
+        if self.parts.is_classifier and kind == "ForQuestionAnswering":
+            return f"{name} looks for the span at all positions, padding among them"
+        labels = self.head_arguments.get("labels")
+        if self.parts.is_classifier and kind == "ForTokenClassification":
+            if labels is None:
+                return f"{name} without labels returns logits of all positions, padding among them"
+            if bool(((labels != self.ignore_index) & (self.attention_mask == 0)).any()):
+                return f"there are labels at padding (set them to {self.ignore_index})"
+        return left_padding_reason(self.parts, self.batch_rows)
 
     def divisor(self, count: Tensor) -> Tensor:
         """Divisor of the summed loss, as in Transformers, shape `[]`."""
@@ -320,6 +343,7 @@ def read_call(
         ConfigError: Inputs or labels are not tensors, or their rows and tokens do not match.
     """
     given = _bind(forward, args, kwargs)
+    classifier_arguments = dict(given)
     inputs = {n: given.pop(n) for n in ("input_ids", "inputs_embeds") if given.get(n) is not None}
     if len(inputs) != 1:
         raise ConfigError("give exactly one of input_ids and inputs_embeds to the model.")
@@ -344,6 +368,10 @@ def read_call(
     if keep is not None:
         # A head that gets the whole hidden states selects the positions itself.
         loss_arguments["logits_to_keep"] = keep
+    head_arguments = {n: given.pop(n) for n in _HEAD_ARGUMENTS if given.get(n)}
+    if parts.is_classifier:
+        given = {n: value for n, value in given.items() if n not in _CLASSIFIER_LABELS}
+        head_arguments, loss_arguments = classifier_arguments, {}
     call = ForwardCall(
         tokens=inputs,
         attention_mask=given.pop("attention_mask", None),
@@ -354,7 +382,7 @@ def read_call(
         num_items_in_batch=loss_arguments.get("num_items_in_batch"),
         ignore_index=ignore_index,
         loss_arguments=loss_arguments,
-        head_arguments={n: given.pop(n) for n in _HEAD_ARGUMENTS if given.get(n)},
+        head_arguments=head_arguments,
         router_loss=router_loss,
         constants={},
         switched_on=_switched_on(parts, switches),

@@ -91,8 +91,15 @@ class ModelHead:
         return self.run(hidden_BMD).logits
 
     def run(self, hidden_BMD: Tensor, **kwargs: Any) -> Any:
-        """Run the original forward on hidden states; `kwargs` are labels and loss arguments."""
+        """Run the original forward on hidden states; `kwargs` are labels and loss arguments.
+
+        With the tokens among them the forward is called as the caller did: classifiers look for
+        padding there.
+        """
         output = self.output_class(last_hidden_state=hidden_BMD)
+        if not kwargs.keys() & {"input_ids", "inputs_embeds"}:
+            kwargs["inputs_embeds"] = hidden_BMD
+        kwargs |= {"use_cache": False, "return_dict": True}
         if self._parts.has_router_loss():
             # What routers gave is not here: `RouterLoss` adds their loss.
             kwargs[ROUTER_SWITCH] = False
@@ -100,9 +107,7 @@ class ModelHead:
         # hidden states, so they are not called once more (which `_call_impl` would do).
         replaced = {self._parts.base: lambda *_, **__: output}
         with patched_attribute("forward", replaced), patched_attribute("_call_impl", replaced):
-            return self._forward(
-                inputs_embeds=hidden_BMD, use_cache=False, return_dict=True, **kwargs
-            )
+            return self._forward(**kwargs)
 
 
 def liger_tile(parts: ModelParts, head: ModelHead, device: torch.device) -> LigerTile | None:

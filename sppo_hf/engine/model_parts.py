@@ -63,6 +63,9 @@ CAPTURES = "_output_capturing_hooks_installed"
 ROUTER_SWITCH = "output_router_logits"
 """Name of the argument of a forward, and of the config's field, that asks for a loss of routers."""
 
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+"""Kinds of models whose head is no language model's, as Transformers names their losses."""
+
 _STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 
@@ -147,7 +150,8 @@ class ModelParts:
     """The parts of one causal language model."""
 
     causal_lm: PreTrainedModel
-    """The model with the language-model head, whose `forward` the engine replaces."""
+    """The model with its head (a language model's or a classifier's), whose `forward` the engine
+    replaces."""
     base: nn.Module
     """The model without the head; returns `last_hidden_state`."""
     decoder: nn.Module
@@ -180,8 +184,18 @@ class ModelParts:
         """The config that describes the decoder."""
         return self.causal_lm.config.get_text_config(decoder=True)
 
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the head classifies rows, tokens or spans: `CLASSIFIERS`, reward models too.
+
+        Its own code runs on the hidden states of whole rows; it has no loss of routers.
+        """
+        return getattr(self.causal_lm, "loss_type", None) in CLASSIFIERS
+
     def has_router_loss(self, given: bool | None = None) -> bool:
         """Whether a call asks for a loss of routers, by its argument `given` or else the config."""
+        if self.is_classifier:
+            return False
         if given is None:
             given = getattr(self.text_config, ROUTER_SWITCH, False)
         return bool(given)
@@ -303,6 +317,10 @@ class ModelParts:
         heads = (child for child in self.head_owner.children() if child is not self.base)
         return [module for child in heads for module in child.modules()]
 
+    def head_width(self) -> int:
+        """Rows of the matrices of a classifier's head."""
+        return sum(p.shape[0] for p in own_parameters(self.head_modules()) if p.ndim == 2)
+
     def head_is_hooked(self) -> bool:
         """Whether the head's modules have forward or backward hooks."""
         return any(map(has_hooks, self.head_modules()))
@@ -373,9 +391,9 @@ def find_causal_lm(model: nn.Module) -> PreTrainedModel:
             break
     raise UnsupportedModelError(
         f"{type(model).__name__} is not a Transformers causal language model. sppo_hf converts a "
-        "PreTrainedModel with a language-model head (AutoModelForCausalLM), bare or in PEFT. Train "
-        "other modules without sppo_hf, or convert the language model in them: plugin.convert, in "
-        "a training loop of your own."
+        "PreTrainedModel with a head (AutoModelForCausalLM, or a classifier), bare or in PEFT. "
+        "Train other modules without sppo_hf, or convert the language model in them: "
+        "plugin.convert, in a training loop of your own."
     )
 
 
@@ -388,10 +406,11 @@ def find_parts(model: nn.Module) -> ModelParts:
     causal_lm = find_causal_lm(model)
     name = type(causal_lm).__name__
     base = _base_of(causal_lm)
-    if causal_lm.get_output_embeddings() is None:
+    is_classifier = getattr(causal_lm, "loss_type", None) in CLASSIFIERS
+    if causal_lm.get_output_embeddings() is None and not is_classifier:
         raise UnsupportedModelError(
-            f"{name} has no language-model head on top of a base model. Load it with "
-            "AutoModelForCausalLM; classifiers and reward models train without sppo_hf."
+            f"{name} has no head on top of a base model that SPPO knows. Load it with "
+            f"AutoModelForCausalLM, or AutoModel{', AutoModel'.join(CLASSIFIERS)}."
         )
     if base is causal_lm:
         raise UnsupportedModelError(

@@ -339,6 +339,12 @@ class _Ends:
 
 def _find_ends(parts: ModelParts) -> _Ends:
     """Find what runs before and after the decoder layers, by the order of definition."""
+    if parts.is_classifier:
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be cut into stages: its head is a classifier's, which reads the "
+            "hidden states of whole rows. Train it with pp_size=1; sp_size, DDP and FSDP2 share "
+            "the work between GPUs."
+        )
     name, layers = layer_list(parts.decoder)
     embedding = parts.causal_lm.get_input_embeddings()
     encoders: tuple[tuple[nn.Module, str], ...] = ()

@@ -215,8 +215,8 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
     return ModelProfile(
         training=training,
         layers=layers,
-        vocab_size=head.weight.shape[0],
-        tied=head.weight is embedding.weight,
+        vocab_size=embedding.weight.shape[0] if head is None else head.weight.shape[0],
+        tied=head is not None and head.weight is embedding.weight,
         max_positions_tokens=rotary_limit_tokens(parts.text_config),
         outer_weights=weights,
         outer_adapter_weights=adapters,

@@ -80,6 +80,8 @@ class TrainerEvaluation(TrainerMethods):
             return
         if isinstance(engine, PipelineEngine):
             raise self._pipeline_error(engine)
+        if engine.parts.is_classifier:
+            return  # its logits are small, and returned as without SPPO
         # Without labels for the model, its own forward makes whole logits.
         if engine.external_loss_name or self._overrides("get_eval_dataloader"):
             return
@@ -201,7 +203,8 @@ class TrainerEvaluation(TrainerMethods):
         names = self._trainer.label_names
         computes_loss = bool(names) and all(inputs.get(name) is not None for name in names)
         is_outside = bool(engine.external_loss_name) and computes_loss
-        if not isinstance(labels, Tensor) or labels.ndim != 2 or is_outside:
+        is_classifier = engine.parts.is_classifier
+        if not isinstance(labels, Tensor) or labels.ndim != 2 or is_outside or is_classifier:
             return None  # nothing runs chunk by chunk, or the engine refuses it with its own words
         function = self._function
         may_reduce = function is not None and self._may_reduce(engine, inputs)

@@ -35,6 +35,9 @@ _SUPPORTED_TYPES = (
 _TRL_TRAINERS_ON_SHARED_BATCHES = ("SFT", "DPO", "KTO")
 """Trainers of TRL whose losses need only the log-probabilities of the labels."""
 
+_TRL_TRAINERS_OF_CLASSIFIERS = ("Reward",)
+"""Trainers of TRL whose models are not cut into stages, but may share sequences."""
+
 FSDP2_TORCH = (2, 13)
 """Oldest PyTorch whose FSDP2 calls modules of one unit a different number of times.
 
@@ -200,12 +203,14 @@ def check_shared_batches(args: TrainingArguments, config: SPPOConfig) -> None:
     name = "pp_size" if config.pp_size > 1 else "sp_size"
     size = config.pp_size * config.sp_size
     trl = [kind.__name__ for kind in type(args).__mro__ if kind.__module__.startswith("trl.")]
-    if trl and not any(f"{one}Config" in trl for one in _TRL_TRAINERS_ON_SHARED_BATCHES):
+    allowed = _TRL_TRAINERS_ON_SHARED_BATCHES
+    allowed += _TRL_TRAINERS_OF_CLASSIFIERS * (config.pp_size == 1)
+    if trl and not any(f"{one}Config" in trl for one in allowed):
         trainer = trl[0].removesuffix("Config") + "Trainer"
         raise ConfigError(
-            f"TRL's {trainer} generates text or reads logits of whole sequences while it trains, "
+            f"TRL's {trainer} generates text or reads outputs of whole sequences while it trains, "
             f"which ranks that share batches ({name}={size}) cannot do. Allowed with {name} > 1: "
-            f"{', '.join(f'{one}Trainer' for one in _TRL_TRAINERS_ON_SHARED_BATCHES)}. Remedy: "
+            f"{', '.join(f'{one}Trainer' for one in allowed)}. Remedy: "
             f"{trainer} with {name}=1."
         )
     if config.pp_size > 1 and args.neftune_noise_alpha and config.pp_msp != "off":

@@ -293,7 +293,7 @@ class ModelCost:
             flops = products * self.shape.head_flops_per_token
             # Logits and their gradient pass through memory a few times, in float32; the sum of a
             # trained head's gradient is read and written once a tile.
-            rows, wide = self._own_rows(tokens), 4 * self.shape.vocab_size
+            rows, wide = self._own_rows(tokens), 4 * self.shape.num_logits
             traffic = 6 * wide * rows
             if training and self.shape.embedding_trained:
                 traffic += 2 * wide * self.shape.hidden_size * -(-rows // self.loss_tile_tokens)

@@ -694,12 +694,12 @@ class ByteTables:
         tile = np.minimum(self._decisions.tile_tokens, tokens)
         float32_bytes = max(FLOAT32_BYTES, shape.dtype_bytes)
         narrow_bytes = shape.dtype_bytes if shape.dtype_bytes < float32_bytes else 0
-        per_token = shape.vocab_size * (shape.dtype_bytes + float32_bytes + narrow_bytes)
+        per_token = shape.num_logits * (shape.dtype_bytes + float32_bytes + narrow_bytes)
         sums = (tokens > tile) & self.training
         sums[1:] = self.training
         if self.device_kind == "cpu" and not narrow_bytes:
             sums[:] = False
-        return tile * per_token + sums * self.vocabulary_gradient_bytes(self._parameter_bytes)
+        return tile * per_token + sums * self.head_gradient_bytes(self._parameter_bytes)
 
     @cached_property
     def embedding_backward(self) -> Bytes:
@@ -711,7 +711,7 @@ class ByteTables:
         ends = np.ones_like(self.lengths)
         if self.device_kind == "cpu" or self.points.by_layer:
             ends[1:] = 0
-        return ends * self.vocabulary_gradient_bytes(self._parameter_bytes)
+        return ends * self.embedding_gradient_bytes(self._parameter_bytes)
 
     @cached_property
     def graph(self) -> Bytes:
@@ -740,13 +740,15 @@ class ByteTables:
         """
         return {Cause.ROUTERS: self.routers, Cause.GRAPH: self.graph}
 
-    def vocabulary_gradient_bytes(self, size: int) -> int:
-        """Returns the bytes of the embedding's or head's gradient; 0 if they are frozen.
-
-        `size` is the bytes of one element.
-        """
+    def embedding_gradient_bytes(self, size: int) -> int:
+        """Returns the bytes of the embedding's gradient, of `size` each; 0 if it is frozen."""
         shape = self.shape
         return shape.vocab_size * shape.hidden_size * size if shape.embedding_trained else 0
+
+    def head_gradient_bytes(self, size: int) -> int:
+        """Returns the bytes of the head's gradient, of `size` each; 0 if it is frozen."""
+        shape = self.shape
+        return shape.num_logits * shape.hidden_size * size if shape.embedding_trained else 0
 
     # -- held through a step ---------------------------------------------------------------------
 
@@ -787,7 +789,7 @@ class ByteTables:
         shape = self.shape
         if not self.training:
             return 0, 0
-        head = self.vocabulary_gradient_bytes(max(FLOAT32_BYTES, shape.dtype_bytes))
+        head = self.head_gradient_bytes(max(FLOAT32_BYTES, shape.dtype_bytes))
         if shape.host_resident is not None and shape.host_resident.gradient_bytes:
             # Gradients are offloaded once computed; those of earlier batches are on the host.
             return head, shape.gradient_bytes
@@ -824,17 +826,18 @@ class ByteTables:
     def hidden(self) -> tuple[Bytes, int, int]:
         """Bytes of hidden states held until backward, [chunks], and of embeddings on a CPU.
 
-        By chunk, the hidden states are the final norm's input and the gradient of its output. On a
-        CPU tokens are embedded once for the whole sequence, and the embeddings' gradient is
-        assembled as a whole in backward. The two integers are these bytes in forward and in
-        backward.
+        By chunk, the hidden states are the final norm's input and the gradient of its output; of a
+        classifier, whose head runs behind the last chunk, also its output. On a CPU tokens are
+        embedded once for the whole sequence, and the embeddings' gradient is assembled as a whole
+        in backward. The two integers are these bytes in forward and in backward.
         """
         shape = self.shape
         token_bytes = self.training * self.rows * shape.hidden_size * shape.dtype_bytes
         whole = 0
         if self.device_kind == "cpu" and shape.embedding_trained:
             whole = token_bytes * int(self.ends[-1])
-        return 2 * token_bytes * self.lengths, whole, 2 * whole
+        held = 2 if shape.head_width is None else 3
+        return held * token_bytes * self.lengths, whole, 2 * whole
 
 
 def _by_kind(per_token: Callable[[int], int], kinds: list[int]) -> Bytes:

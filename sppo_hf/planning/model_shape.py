@@ -129,6 +129,10 @@ class ModelShape:
     router_loss: bool = False
     """Whether a loss of routers keeps what they give."""
 
+    head_width: int | None = None
+    """Outputs of a classifier's head for a token, which runs on the hidden states of whole rows;
+    None for a language model's head, which has `vocab_size` and runs in tiles."""
+
     layer_kernels: bool = False
     """Whether Liger's kernels run in layers, see `Training.layer_kernels`."""
 
@@ -321,9 +325,14 @@ class ModelShape:
         return work.inputs_recompute_flops
 
     @property
+    def num_logits(self) -> int:
+        """Outputs of the head for a token."""
+        return self.vocab_size if self.head_width is None else self.head_width
+
+    @property
     def head_flops_per_token(self) -> int:
         """Forward FLOPs of the output head for one token."""
-        return 2 * self.hidden_size * self.vocab_size
+        return 2 * self.hidden_size * self.num_logits
 
     # -- bytes -------------------------------------------------------------------------------
 
@@ -420,7 +429,7 @@ class ModelShape:
         if self.lora is not None or self._parameter_bytes <= self.dtype_bytes:
             return 0
         layers = sum(map(self.cast_bytes, range(self.num_layers)))
-        head = self.vocab_size * self.hidden_size * self.dtype_bytes
+        head = self.num_logits * self.hidden_size * self.dtype_bytes
         return int(self.trainable_fraction * (layers + head))
 
     @property

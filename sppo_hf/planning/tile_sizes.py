@@ -40,7 +40,7 @@ def loss_tile_tokens(
     if device_kind == "cuda" and device_bytes is not None and shape.embedding_trained:
         share = min(_MOST_TRAINED_TILE_BYTES, device_bytes // _TRAINED_TILE_SHARE)
         tile_bytes = max(tile_bytes, share)
-    tokens = tile_bytes // (shape.vocab_size * FLOAT32_BYTES)
+    tokens = tile_bytes // (shape.num_logits * FLOAT32_BYTES)
     return max(64, tokens // 64 * 64)
 
 

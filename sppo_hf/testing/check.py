@@ -25,6 +25,7 @@ from sppo_hf.testing.exactness import TOLERANCE, compare, compare_drift, run_ref
 from sppo_hf.testing.tiny_families import FAMILIES
 from sppo_hf.testing.tiny_models import (
     LARGEST_BYTES,
+    batch_for,
     build_tiny_model,
     make_batch,
     model_from_config,
@@ -147,7 +148,7 @@ def tiny_model(
         ConfigError: it cannot be built.
     """
     with warnings.catch_warnings(action="ignore"):
-        return model_from_config(shrunk_config(hf_config), model_class=model_class)
+        return model_from_config(shrunk_config(hf_config, model_class), model_class=model_class)
 
 
 def _check(
@@ -168,9 +169,10 @@ def _check(
         raise ConfigError(f"model type {text.model_type!r} has no vocabulary. {_NAMES}")
     _check_tokens(rows, tokens, getattr(text, "num_attention_heads", 1), vocab_size)
     padding = (0,) * (rows - 1) + (tokens // 3,)
-    padded = {"left_padding": padding} if left_padding else {"padding": padding * (rows > 1)}
+    sizes: dict[str, Any] = {"rows": rows, "tokens": tokens, "vocab_size": vocab_size}
+    sizes |= {"left_padding": padding} if left_padding else {"padding": padding * (rows > 1)}
     batches = [
-        make_batch(rows=rows, tokens=tokens, vocab_size=vocab_size, seed=seed + index, **padded)
+        batch_for(model, make_batch(**sizes, seed=seed + index))
         for index in range(1 if direct else _DRIFT_BATCHES)
     ]
     facts: dict[str, Any] = {

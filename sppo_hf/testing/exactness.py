@@ -516,12 +516,14 @@ def _micro_batches(batch: Batch, accumulation: int) -> Iterator[dict[str, Any]]:
         return
     rows = next(iter(batch.values())).shape[0]
     assert rows >= accumulation, f"{rows} rows cannot be split into {accumulation} micro-steps"
-    labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
-    num_items = (labels != -100).sum()
+    counted: dict[str, Any] = {}
+    if "shift_labels" in batch or batch.get("labels", batch["input_ids"][0]).ndim == 2:
+        labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
+        counted["num_items_in_batch"] = (labels != -100).sum()
     edges = [rows * index // accumulation for index in range(accumulation + 1)]
     for start, stop in itertools.pairwise(edges):
         part = {name: tensor[start:stop] for name, tensor in batch.items()}
-        yield {**part, "num_items_in_batch": num_items}
+        yield {**part, **counted}
 
 
 def parameter_errors(actual: Gradients, expected: Gradients) -> tuple[ParameterError, ...]:

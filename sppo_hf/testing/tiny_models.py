@@ -21,7 +21,9 @@ from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
+import transformers
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import (
     AutoConfig,
@@ -32,6 +34,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from sppo_hf.engine.model_parts import (
     BUILD_ERRORS,
+    CLASSIFIERS,
     auto_class_of,
     decoder_config,
     suppress_peft_warnings,
@@ -293,15 +296,20 @@ def _check_causal(config: PreTrainedConfig) -> None:
         )
 
 
-def shrunk_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def shrunk_config(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None
+) -> PreTrainedConfig:
     """A tiny configuration with the features of `decoder_config(config)`; see `shrink`.
+
+    For a `model_class` with those of `config` itself.
 
     Raises:
         ConfigError: the shrunk settings do not fit together, or `config` counts more than
             `MAX_MODULES` layers or experts.
     """
-    config = decoder_config(config)
-    _check_causal(config)
+    if model_class is None:
+        config = decoder_config(config)
+        _check_causal(config)
     check_sizes(config.to_dict())
     stated = _without_bookkeeping(config.to_diff_dict())
     stated.pop("model_type", None)
@@ -403,6 +411,33 @@ def build_tiny_model(
     return copy_of(kept)
 
 
+def build_tiny_classifier(
+    model_type: str, kind: str, *, dtype: torch.dtype = torch.float64, **overrides: Any
+) -> PreTrainedModel:
+    """A tiny random classifier of a family; arguments as for `build_tiny_model`.
+
+    `kind` is one of `CLASSIFIERS`; it tells three classes apart unless `num_labels` is given.
+
+    Raises:
+        ConfigError: Transformers has no such classifier of this type, or no tiny one can be built.
+    """
+    config = tiny_config(model_type, **{"num_labels": 3, **overrides})
+    return model_from_config(config, model_class=classifier_class(config, kind), dtype=dtype)
+
+
+def classifier_class(config: PreTrainedConfig, kind: str) -> type[PreTrainedModel]:
+    """Transformers' class of a kind of `CLASSIFIERS` for a configuration.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    classes = getattr(transformers, f"AutoModel{kind}")._model_mapping
+    if type(config) not in classes:
+        raise ConfigError(f"Transformers has no {kind} of model type {config.model_type!r}")
+    found: type[PreTrainedModel] = classes[type(config)]
+    return found
+
+
 _MOST_BUILT = 32
 
 _built: dict[tuple[Any, ...], tuple[Sequence[object], PreTrainedModel]] = {}
@@ -476,6 +511,8 @@ def model_from_config(
         torch.default_generator.manual_seed(seed)  # `torch.manual_seed` seeds every device
         model = _construct(config, model_class)
         for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0  # classifiers have one that no setting names
             if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
                 # Grouped matrix products exist in few dtypes; the plain loop over experts in all.
                 part.set_experts_implementation("eager")
@@ -542,7 +579,8 @@ def _construct(
     config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
     """The causal language model of `config` in float64, on the device of the context."""
-    _check_causal(config)
+    if model_class is None:
+        _check_causal(config)
     try:
         if model_class is not None:
             return model_class._from_config(config, dtype=torch.float64)
@@ -616,6 +654,36 @@ def make_batch(
             predicted = mask & ((at > start) | (start == 0))
             batch["labels"] = batch["labels"].masked_fill(~predicted, -100)
     return batch
+
+
+def batch_for(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A batch of `make_batch` with labels of the kind that `model` takes.
+
+    Language models keep theirs. Those of classifiers are made of them: of rows, tokens or spans. A
+    classifier without a padding token, which takes one row at a time, gets one.
+    """
+    labels = batch["labels"]
+    kind, classes = getattr(model, "loss_type", None), getattr(model.config, "num_labels", 2)
+    if kind not in CLASSIFIERS:
+        return dict(batch)
+    if kind == "ForTokenClassification":
+        return {**batch, "labels": torch.where(labels == -100, labels, labels % classes)}
+    if kind == "ForQuestionAnswering":
+        others = {name: value for name, value in batch.items() if name != "labels"}
+        places = torch.arange(len(labels)) % labels.shape[1]
+        return {**others, "start_positions": places, "end_positions": places + 1}
+    text = model.config.get_text_config(decoder=True)
+    if text.pad_token_id is None:
+        text.pad_token_id = 0
+    if "attention_mask" in batch:
+        ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, text.pad_token_id)
+        batch = {**batch, "input_ids": ids}
+    rows = torch.arange(len(labels)) % classes
+    several = model.config.problem_type == "multi_label_classification"
+    if several:
+        return {**batch, "labels": F.one_hot(rows, classes).to(model.dtype)}
+    is_number = classes == 1 or model.config.problem_type == "regression"
+    return {**batch, "labels": rows.to(model.dtype) + 0.5 if is_number else rows}
 
 
 def add_lora(model: PreTrainedModel, *, rank: int = 4, seed: int = 0) -> nn.Module:

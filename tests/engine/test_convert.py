@@ -177,12 +177,12 @@ def test_two_forwards_before_one_backward_do_not_mix(model, ids):
         torch.testing.assert_close(parameter.grad, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_not_a_causal_lm_is_refused():
+def test_what_has_no_head_is_refused():
     with pytest.raises(UnsupportedModelError, match="Linear is not a Transformers causal"):
         convert(torch.nn.Linear(2, 2), QUIET)
     base = build_tiny_model("llama", dtype=torch.float32).model
     with pytest.raises(
-        UnsupportedModelError, match=r"no language-model head.*AutoModelForCausalLM"
+        UnsupportedModelError, match=r"no head .*AutoModelForCausalLM, or AutoModelForSequence"
     ):
         convert(base, QUIET)
 

@@ -30,6 +30,7 @@ from sppo_hf.attention.backends import base
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, is_converted
 from sppo_hf.engine.family_guard import family_check_disabled
+from sppo_hf.engine.model_parts import find_causal_lm
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.config_file import bypasses_attention_interface
 from sppo_hf.planning.plan import Plan
@@ -41,7 +42,13 @@ from sppo_hf.testing.exactness import (
     run_reference,
 )
 from sppo_hf.testing.tiny_families import FAMILIES
-from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from sppo_hf.testing.tiny_models import (
+    add_lora,
+    batch_for,
+    build_tiny_classifier,
+    build_tiny_model,
+    make_batch,
+)
 from tests.engine.forced_plans import change_plans, trace_short_scans
 from tests.sweeps import ALL, KINDS, sample, turn
 
@@ -85,6 +92,14 @@ REFUSED = {
     "paligemma": "is not causal by itself",
     "t5": "no causal language model",
 }
+
+# Heads of Transformers' own for all families and one of GPT-2's; windows, experts.
+CLASSIFIERS_OF = [
+    *(f"{name} ForSequenceClassification" for name in ("llama", "gpt2", "gemma3_text")),
+    "qwen3_moe ForSequenceClassification",
+    *("llama ForTokenClassification", "mistral ForTokenClassification"),
+    *("llama ForQuestionAnswering", "mixtral ForQuestionAnswering"),
+]
 
 # Families of three mixers share the cross, the others have two cells.
 MIXERS = ["qwen3_next", "bamba", "lfm2"]
@@ -223,19 +238,22 @@ class Case(NamedTuple):
 def _case(family: str, scenario: str) -> Case:
     if family == "llama4" and transformers.__version__ == "5.24.0":
         pytest.skip("the unmodified model raises: its outputs have no image_outputs in 5.24.0")
+    family, _, kind = family.partition(" ")
     with warnings.catch_warnings():
         # Some families' modules warn at their first import.
         warnings.simplefilter("ignore")
-        model: Any = build_tiny_model(family)
+        model: Any = build_tiny_classifier(family, kind) if kind else build_tiny_model(family)
     batch, accumulation = make_batch(tokens=TOKENS), 1
     if scenario == "lora":
         model = add_lora(model)
     elif scenario == "padding":
-        batch = make_batch(rows=4, tokens=TOKENS, padding=(0, 9, 22, 3), left_padding=(6, 0, 0, 11))
+        left = (0, 0, 0, 0) if kind == "ForQuestionAnswering" else (6, 0, 0, 11)
+        batch = make_batch(rows=4, tokens=TOKENS, padding=(0, 9, 22, 3), left_padding=left)
     elif scenario == "right-padding":
         batch = make_batch(rows=4, tokens=TOKENS, padding=(0, 9, 22, 3))
     elif scenario == "accumulation":
         batch, accumulation = make_batch(rows=3, tokens=TOKENS, padding=(4, 0, 11)), 2
+    batch = batch_for(find_causal_lm(model), batch)
     reference = run_reference(model, batch, accumulation=accumulation)
     return Case(model, batch, accumulation, reference)
 
@@ -294,6 +312,17 @@ def test_family_on_the_cross(family: str, cell: Cell) -> None:
     _in_turn([name for name in PRODUCT if name not in CROSS], _each_setting(), 6),
 )
 def test_family_in_each_setting(family: str, cell: Cell) -> None:
+    _assert_exact(family, cell)
+
+
+@pytest.mark.parametrize(
+    ("family", "cell"),
+    [
+        *_in_turn(CLASSIFIERS_OF, _each_setting(), 3),
+        *_in_turn(["qwen3_5_text ForSequenceClassification"], _cross_with_states(), 5),
+    ],
+)
+def test_classifiers(family: str, cell: Cell) -> None:
     _assert_exact(family, cell)
 
 

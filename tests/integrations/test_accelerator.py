@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
 
 from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
 from sppo_hf.engine.convert import get_engine, is_converted
@@ -368,10 +368,11 @@ def test_a_pipelines_norm_is_that_of_all_gradients(norm_type, monkeypatch):
             torch.testing.assert_close(norm, expected.to(dtype))
 
 
-def _reward_model() -> LlamaForSequenceClassification:
-    config = make_model().config
-    config.num_labels, config.pad_token_id = 1, 0
-    return LlamaForSequenceClassification(config)
+def _reward_model() -> BertForSequenceClassification:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=64, num_hidden_layers=1, num_labels=1, **sizes)
+    )
 
 
 @pytest.mark.parametrize("how", ["evaluation_mode", "frozen"])
@@ -392,14 +393,14 @@ def test_a_model_that_is_only_evaluated_and_cannot_be_converted_is_left_alone(ca
     assert torch.equal(model(input_ids=_batch()["input_ids"]).logits, expected)
     said = [record.getMessage() for record in caplog.records if "alone" in record.getMessage()]
     assert len(said) == 1
-    assert "LlamaForSequenceClassification has no language-model head" in said[0]
+    assert "BertForSequenceClassification cannot be trained chunk by chunk" in said[0]
     assert "\n" not in said[0]
 
 
 def test_the_same_model_is_refused_for_training():
-    with pytest.raises(UnsupportedModelError, match="no language-model head"):
+    with pytest.raises(UnsupportedModelError, match="no list of decoder layers"):
         _accelerator().prepare(_reward_model())
-    with pytest.raises(UnsupportedModelError, match="no language-model head"):
+    with pytest.raises(UnsupportedModelError, match="no list of decoder layers"):
         _accelerator().prepare_model(_reward_model())
 
 

@@ -1,12 +1,15 @@
 """TRL's trainers, unchanged but for one argument: they put a head of their own on the model."""
 
-import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine, is_converted
@@ -53,16 +56,18 @@ def _train(tmp_path, plugin, **settings):
     return logs, {k: metrics[k] for k in ("eval_loss", "eval_entropy", "eval_ids")}, model
 
 
-def _rewarded(tmp_path, plugin):
+def _rewarded(tmp_path, plugin, judge_class):
     """Two steps of GRPO; the reward comes from a model that scores whole sequences."""
     torch.manual_seed(0)
     # The reference of the KL term is loaded by the policy's name.
     build_tiny_model("llama", dtype=torch.float32, vocab_size=258).save_pretrained(tmp_path / "it")
     policy = LlamaForCausalLM.from_pretrained(tmp_path / "it")
     tokenizer = byte_tokenizer()
-    config = copy.deepcopy(policy.config)
-    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-    judge = LlamaForSequenceClassification(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    labels = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
+    judge = judge_class(
+        judge_class.config_class(vocab_size=258, num_hidden_layers=1, **sizes, **labels)
+    )
     args = trl.GRPOConfig(
         output_dir=str(tmp_path),
         per_device_train_batch_size=4,
@@ -93,11 +98,16 @@ def _rewarded(tmp_path, plugin):
     return logs, policy, judge
 
 
-def test_grpo_with_a_reward_model_that_cannot_be_converted(tmp_path):
-    expected, _, _ = _rewarded(tmp_path, None)
-    ours, policy, judge = _rewarded(tmp_path, SPPOPlugin(num_chunks=3, show_plan=False))
+# A reward model that can be converted and one that cannot.
+@pytest.mark.parametrize(
+    "judge_class", [LlamaForSequenceClassification, BertForSequenceClassification]
+)
+def test_grpo_with_a_reward_model(tmp_path, judge_class):
+    expected, _, _ = _rewarded(tmp_path, None, judge_class)
+    plugin = SPPOPlugin(num_chunks=3, show_plan=False)
+    ours, policy, judge = _rewarded(tmp_path, plugin, judge_class)
     assert is_converted(policy)
-    assert get_engine(judge) is None
+    assert is_converted(judge) == (judge_class is LlamaForSequenceClassification)
     assert len(ours) == len(expected) == 2
     assert any(log["grad_norm"] > 0 for log in expected)
     for mine, theirs in zip(ours, expected, strict=True):
@@ -125,6 +135,8 @@ ONE_DEVICE = {
     },
     "preferences": {"trainer": "dpo", "lora": True},
     "desirable": {"trainer": "kto"},
+    "rewards": {"trainer": "reward", "data": "dpo", "eval": True},
+    "rewards, LoRA": {"trainer": "reward", "data": "dpo", "lora": True},
     # Two prompts of two lengths in every batch: the shorter one's rows begin with padding.
     # `return_logits` has no say in what TRL's head returns.
     "generated": {
@@ -259,7 +271,12 @@ OTHERS = [
         "settings": {"pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2},
     },
     {"trainer": "grpo"},
+    {"trainer": "reward", "data": "dpo"},
 ]
+REWARDS = {
+    **ONE_DEVICE["rewards"],
+    "arguments": {"eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": 2},
+}
 
 
 def _on_two_ranks(runs: list[dict], folder: Path) -> list[dict]:
@@ -290,17 +307,18 @@ def test_two_ranks_train_as_one_process_does(tmp_path):
     found = _on_two_ranks(stages, tmp_path / "stages")
     for name, ours in zip(RUNS, found, strict=False):
         _assert_same_run(ours, plain[name])
-    _assert_losses_of_callers(found[len(RUNS) : -1])
-    said = found[-1]["refused"]
-    assert said.startswith("ConfigError: TRL's GRPOTrainer")
-    assert "SFTTrainer, DPOTrainer, KTOTrainer" in said
-    assert "Remedy: GRPOTrainer with pp_size=1" in said
+    _assert_losses_of_callers(found[len(RUNS) : -2])
+    for name, run in zip(("GRPOTrainer", "RewardTrainer"), found[-2:], strict=True):
+        said = run["refused"]
+        assert said.startswith(f"ConfigError: TRL's {name}")
+        assert "SFTTrainer, DPOTrainer, KTOTrainer. Remedy" in said
+        assert f"Remedy: {name} with pp_size=1" in said
 
-    shared = [
-        {**RUNS[name], "settings": {"sp_size": 2, "num_chunks": 2}} for name in ON_SHARED_SEQUENCES
-    ]
+    runs = {**{name: RUNS[name] for name in ON_SHARED_SEQUENCES}, "rewards": REWARDS}
+    plain["rewards"] = train(REWARDS, str(tmp_path / "plain"), None)
+    shared = [{**run, "settings": {"sp_size": 2, "num_chunks": 2}} for run in runs.values()]
     found = _on_two_ranks(shared, tmp_path / "sequences")
-    for name, ours in zip(ON_SHARED_SEQUENCES, found, strict=True):
+    for name, ours in zip(runs, found, strict=True):
         _assert_same_run(ours, plain[name])
 
 

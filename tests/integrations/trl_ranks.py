@@ -21,7 +21,7 @@ from accelerate.state import PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaForSequenceClassification, PreTrainedModel
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -29,6 +29,8 @@ from trl import (
     GRPOTrainer,
     KTOConfig,
     KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
     SFTConfig,
     SFTTrainer,
 )
@@ -90,6 +92,7 @@ def train(run: dict[str, Any], folder: str, plugin: SPPOPlugin | None) -> dict[s
         "dpo": (DPOTrainer, DPOConfig),
         "kto": (KTOTrainer, KTOConfig),
         "grpo": (GRPOTrainer, GRPOConfig),
+        "reward": (RewardTrainer, RewardConfig),
     }
     trainer_class, config_class = trainers[kind]
     generation = {"num_generations": 2, "max_completion_length": 6} if kind == "grpo" else {}
@@ -117,7 +120,7 @@ def train(run: dict[str, Any], folder: str, plugin: SPPOPlugin | None) -> dict[s
         torch.manual_seed(3)
         more["peft_config"] = LoraConfig(
             target_modules=["q_proj", "v_proj"],
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if kind == "reward" else "CAUSAL_LM",
             lora_dropout=run.get("dropout", 0.0),
         )
     if kind == "grpo":
@@ -142,6 +145,9 @@ def train(run: dict[str, Any], folder: str, plugin: SPPOPlugin | None) -> dict[s
 
 def _make_model(run: dict[str, Any]) -> PreTrainedModel:
     of: dict[str, Any] = {"vocab_size": 258, "pad_token_id": 257, **run.get("model", {})}
+    if run["trainer"] == "reward":
+        torch.manual_seed(0)
+        return LlamaForSequenceClassification(make_model(**of, num_labels=1).config)
     if family := run.get("family"):
         torch.manual_seed(0)
         return build_tiny_model(family, dtype=torch.float32, **of)

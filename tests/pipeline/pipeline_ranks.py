@@ -50,7 +50,13 @@ from sppo_hf.testing.exactness import (
     parameter_errors,
     reference_attention,
 )
-from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from sppo_hf.testing.tiny_models import (
+    add_lora,
+    batch_for,
+    build_tiny_classifier,
+    build_tiny_model,
+    make_batch,
+)
 from tests.engine.test_mixer_kernels import Installed, not_here
 from tests.engine.unplanned import unplanned_shapes
 from tests.noise import add_even_noise
@@ -136,7 +142,11 @@ def build_model(case: Case) -> nn.Module:
     overrides = dict(case.get("overrides", {}))
     if "layers" in case:
         overrides["num_hidden_layers"] = case["layers"]
-    model = build_tiny_model(case["family"], **overrides)
+    family, _, classifier = case["family"].partition(" ")
+    if classifier:
+        model: Any = build_tiny_classifier(family, classifier, **overrides)
+    else:
+        model = build_tiny_model(family, **overrides)
     for name, parameter in model.named_parameters():
         if any(part in name for part in case.get("frozen", ())):
             parameter.requires_grad_(False)
@@ -153,8 +163,8 @@ def steps_of(case: Case) -> list[dict[str, Any]]:
     return steps
 
 
-def make_batches(case: Case, replica: int) -> list[dict[str, Any]]:
-    """A batch per micro-step, other ones for each replica."""
+def make_batches(case: Case, model: nn.Module, replica: int) -> list[dict[str, Any]]:
+    """A batch per micro-step, with labels for `model`, other ones for each replica."""
     rows, tokens = case.get("rows", 2), case.get("tokens", TOKENS)
     batches: list[dict[str, Any]] = []
     for index, _ in enumerate(steps_of(case)):
@@ -167,7 +177,7 @@ def make_batches(case: Case, replica: int) -> list[dict[str, Any]]:
             start, end = case["labels"]
             batch["labels"][:, :start] = -100
             batch["labels"][:, end:] = -100
-        batches.append(batch)
+        batches.append(batch_for(find_causal_lm(model), batch))
     if case.get("items"):
         items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
         for batch in batches:
@@ -189,7 +199,7 @@ def run_steps(model: nn.Module, case: Case, replica: int, replicas: int) -> Case
     engine = get_engine(model)
     losses: list[float] = []
     with float64_everywhere(), gradient_hooks(model, case, replicas) as hooks:
-        for step, batch in zip(steps_of(case), make_batches(case, replica), strict=True):
+        for step, batch in zip(steps_of(case), make_batches(case, model, replica), strict=True):
             trained = [p for p in model.parameters() if p.requires_grad]
             for name, parameter in model.named_parameters():
                 if any(part in name for part in step.get("frozen", ())):
@@ -237,7 +247,7 @@ def run_reference(case: Case, replicas: int) -> Reference:
         # With a cache Transformers does not look for documents in the positions.
         find_causal_lm(model).config.use_cache = False
         runs.append(run_steps(model, case, replica, replicas))
-        head = find_causal_lm(model).get_output_embeddings().weight
+        head = getattr(find_causal_lm(model).get_output_embeddings(), "weight", None)
         tied = [name for name in runs[0].grads if model.get_parameter(name) is head]
         if find_causal_lm(model).get_input_embeddings().weight is not head:
             tied = []
@@ -440,7 +450,7 @@ def refusal_message(case: Case, pp_size: int) -> str:
         for name, parameter in model.named_parameters():
             if any(part in name for part in case.get("frozen_later", ())):
                 parameter.requires_grad_(False)
-        model(**make_batches(case, 0)[0])
+        model(**make_batches(case, model, 0)[0])
     except SPPOError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

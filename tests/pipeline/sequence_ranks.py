@@ -131,7 +131,7 @@ def refusal_message(case: Case, sp_size: int, **settings: Any) -> str:
         model = build_model(case)
         config = SPPOConfig(sp_size=sp_size, show_plan=False, **settings)
         convert_over_ranks(model, config)
-        model(**make_batches(case, 0)[0])
+        model(**make_batches(case, model, 0)[0])
     except SPPOError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -79,6 +79,8 @@ MODELS = [
     case_of("experts", "qwen3_moe", settings={"num_chunks": 3, "recompute": "full"}),
     case_of("a loss of the routers", "mixtral-router-loss", padding=[0, 9]),
     case_of("shared keys", "gemma3n_text"),
+    case_of("rows are classified", "llama ForSequenceClassification", padding=[0, 9]),
+    case_of("tokens are classified", "qwen3_moe ForTokenClassification", lora=True),
 ]
 ZB, HELD = {"pp_schedule": "zb_seq1f1b"}, {"reduces": False}
 # Both rows at a time; other cases have one after the other.

@@ -82,6 +82,21 @@ def test_gradients_come_with_the_first_backward_and_stay(accumulates: bool) -> N
     assert gradients[3:] == [batch] * 3
 
 
+def test_a_classifiers_head_is_narrow_and_takes_the_hidden_states_of_whole_rows() -> None:
+    token_bytes = 2 * SHAPE.hidden_size
+    for training, more in ((True, 3 * 1000 * token_bytes), (False, 0)):
+        decisions = decided(KEEP, training=training)
+        whole, narrow = (
+            byte_tables(shape, decisions, device_kind="cuda")
+            for shape in (SHAPE, replace(SHAPE, head_width=2))
+        )
+        assert sum(whole.hidden[0]) == more * 2 // 3
+        assert sum(narrow.hidden[0]) == more
+        # A tile of 64 tokens in 16 bits, in float32, and its gradient.
+        assert list(narrow.logits) == [64 * 2 * (2 + 4 + 2)] * 2
+        assert list(whole.logits) == [64 * SHAPE.vocab_size * (2 + 4 + 2)] * 2
+
+
 def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
     shape = shape_of(llama_config(), dtype_bytes=2)
     size = 128_256 * 4096 * 2

@@ -13,9 +13,12 @@ from tests.sweeps import ALL, sample
 
 
 def test_each_has_an_outcome_and_says_why() -> None:
-    found = census(["llama", "rwkv", "whisper"])
+    classifiers = ["llama ForSequenceClassification", "bert ForTokenClassification"]
+    found = census(["llama", "rwkv", "whisper", *classifiers])
     assert {name: status for name, (status, _) in found.items()} == {
         "llama": "exact",
+        classifiers[0]: "exact",
+        classifiers[1]: "refused",
         "rwkv": "refused",
         "whisper": "not tried",
     }

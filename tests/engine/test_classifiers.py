@@ -1,0 +1,132 @@
+"""Classifiers: what a call may look like, and what is planned for heads over whole rows.
+
+Their gradients are compared in test_exactness.py, on several ranks in pipeline/.
+"""
+
+import pytest
+import torch
+from transformers import ModernBertConfig, ModernBertForSequenceClassification
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.model_parts import find_parts
+from sppo_hf.engine.stages import StageCut, StagedModel
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.testing.exactness import compare
+from sppo_hf.testing.tiny_models import (
+    batch_for,
+    build_tiny_classifier,
+    build_tiny_model,
+    make_batch,
+)
+
+CHUNKS = SPPOConfig(num_chunks=3, show_plan=False)
+ROWS, TOKENS = 2, 23
+
+
+def _convert(kind, **settings):
+    model = build_tiny_classifier("llama", kind, dtype=torch.float32)
+    return convert(model, SPPOConfig(num_chunks=3, show_plan=False, **settings))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_labels": 1},  # a regression, and reward models
+        {"problem_type": "multi_label_classification"},
+        {"problem_type": "regression", "num_labels": 1},
+    ],
+)
+def test_each_loss_of_rows_is_exact(overrides):
+    model = build_tiny_classifier("llama", "ForSequenceClassification", **overrides)
+    batch = batch_for(model, make_batch(rows=3, padding=(0, 4, 2)))
+    report = compare(model, batch, CHUNKS)
+    assert report.exact, str(report)
+
+
+def test_embeddings_and_positions_may_be_given():
+    model = build_tiny_classifier("llama", "ForSequenceClassification")
+    batch = batch_for(model, make_batch(rows=1))
+    embeddings = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    positions = torch.arange(TOKENS)[None] + 3
+    report = compare(
+        model, {"inputs_embeds": embeddings, "position_ids": positions, **batch}, CHUNKS
+    )
+    assert report.exact, str(report)
+
+
+def test_experts_have_no_loss_of_routers_beside_a_classifiers():
+    model = build_tiny_classifier("qwen3_moe", "ForSequenceClassification")
+    model.config.output_router_logits = True
+    settings = SPPOConfig(num_chunks=3, order="by_layer", layer_tile_tokens=5, show_plan=False)
+    report = compare(model, batch_for(model, make_batch(rows=2, padding=(0, 4))), settings)
+    assert report.exact, str(report)
+
+
+def test_outputs_are_the_models_own():
+    model = _convert("ForSequenceClassification")
+    batch = batch_for(model, make_batch(rows=ROWS, padding=(0, 4)))
+    plain = build_tiny_classifier("llama", "ForSequenceClassification", dtype=torch.float32)
+    plain.config.pad_token_id = 0
+    output = model(**batch)
+    torch.testing.assert_close(output.logits, plain(**batch).logits)
+    loss, logits = model(**batch, return_dict=False)
+    assert loss == output.loss
+    assert torch.equal(logits, output.logits)
+    del batch["labels"]
+    output = model(**batch)
+    assert output.loss is None
+    assert output.logits.requires_grad, (
+        "a loss may be computed from them, as TRL's RewardTrainer does"
+    )
+    forwards = get_engine(model).counters["attention_forwards"]
+    model.eval()
+    torch.testing.assert_close(model(**batch).logits, plain.eval()(**batch).logits)
+    assert get_engine(model).counters["attention_forwards"] == forwards, "the model's own forward"
+
+
+def test_padding_on_the_left_is_refused_where_the_loss_reads_it():
+    spans, tokens = _convert("ForQuestionAnswering"), _convert("ForTokenClassification")
+    batch = make_batch(rows=ROWS, tokens=TOKENS, left_padding=(0, 7))
+    with pytest.raises(ConfigError, match="looks for the span at all positions"):
+        spans(**batch_for(spans, batch))
+    labelled = batch_for(tokens, batch)
+    tokens(**labelled).loss.backward()
+    with pytest.raises(ConfigError, match="without labels returns logits of all positions"):
+        tokens(**{name: value for name, value in labelled.items() if name != "labels"})
+    labelled["labels"][1, 2] = 0
+    with pytest.raises(ConfigError, match=r"there are labels at padding \(set them to -100\)"):
+        tokens(**labelled)
+
+
+def test_encoders_are_refused_at_conversion():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = ModernBertConfig(vocab_size=97, num_hidden_layers=2, pad_token_id=0, **sizes)
+    with pytest.raises(UnsupportedModelError, match="bidirectional attention"):
+        convert(ModernBertForSequenceClassification(config), CHUNKS)
+
+
+def test_a_classifier_is_not_cut_into_stages():
+    model = build_tiny_classifier("llama", "ForSequenceClassification")
+    names = [name for name, _ in model.named_parameters()]
+    cut = StageCut((range(1), range(1, 3)), (0,))
+    with pytest.raises(UnsupportedModelError, match=r"its head is a classifier's.*pp_size=1"):
+        StagedModel(find_parts(model), cut)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_plans_count_its_head_and_the_hidden_states_of_whole_rows():
+    def planned(model):
+        settings = SPPOConfig(num_chunks=3, order="by_chunk", show_plan=False)
+        engine = get_engine(convert(model, settings))
+        return engine.plan(ROWS, TOKENS, torch.device("cpu"))
+
+    # Of one configuration, and so of one profile if that were found by it alone.
+    language = planned(build_tiny_model("llama", dtype=torch.float32, num_labels=3))
+    classifier = planned(
+        build_tiny_classifier("llama", "ForSequenceClassification", dtype=torch.float32)
+    )
+    shape, width = classifier.shape, classifier.shape.hidden_size
+    assert (language.shape.num_logits, shape.num_logits) == (97, 3)
+    assert language.shape.weight_bytes - shape.weight_bytes == 4 * width * (97 - 3)
+    assert shape.head_flops_per_token == 2 * width * 3
