@@ -26,8 +26,8 @@ from transformers.models.auto import modeling_auto
 from recipes.tools.family_table import CENSUS, ROOT, write_page
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.family_guard import family_check_disabled
-from sppo_hf.engine.model_parts import CLASSIFIERS
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.config_file import CLASSIFIERS
 from sppo_hf.testing.check import check_config, check_model
 from sppo_hf.testing.tiny_models import classifier_class, tiny_config
 

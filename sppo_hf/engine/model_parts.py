@@ -36,6 +36,7 @@ from transformers.utils import output_capturing
 
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.config_file import (
+    CLASSIFIERS,
     LAYER_TYPES,
     NO_LAYERS,
     OWN_STATE,
@@ -62,9 +63,6 @@ CAPTURES = "_output_capturing_hooks_installed"
 
 ROUTER_SWITCH = "output_router_logits"
 """Name of the argument of a forward, and of the config's field, that asks for a loss of routers."""
-
-CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-"""Kinds of models whose head is no language model's, as Transformers names their losses."""
 
 _STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 

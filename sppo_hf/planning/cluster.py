@@ -113,7 +113,12 @@ class ClusterRequest:
         )
 
     def can_run(self, layout: Layout) -> bool:
-        """Returns whether the runtime can run a layout: no sequence-parallel groups share units."""
+        """Returns whether the runtime can run a layout.
+
+        No sequence-parallel groups share units, and no classifier is cut into stages.
+        """
+        if layout.stages > 1 and self.cost.shape.head_width is not None:
+            return False
         if layout.schedule not in SHARED_UNIT_SCHEDULES:
             return True
         return self.shares_units and layout.sp == 1 and layout.stages in self._sharing_stages

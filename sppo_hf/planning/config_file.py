@@ -41,6 +41,10 @@ _AT_LEAST_ONE = frozenset(
 )
 
 
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+"""Kinds of models whose head is no language model's, as Transformers names their losses."""
+
+
 @cache
 def shipped_models() -> dict[str, Path]:
     """Returns the configurations that come with the package, by name ("llama-3.1-8b")."""
@@ -160,6 +164,16 @@ def text_config(config: object) -> object:
     """Returns the decoder's own config: multimodal configs keep it one level down."""
     getter = getattr(config, "get_text_config", None)
     return getter() if callable(getter) else getattr(config, "text_config", None) or config
+
+
+def classifier_outputs(config: object) -> int | None:
+    """Returns the outputs of the head if a config is a classifier's; None for other models."""
+    names: list[str] = getattr(config, "architectures", None) or []
+    kind = next((kind for kind in CLASSIFIERS for name in names if name.endswith(kind)), None)
+    if kind is None or kind == "ForQuestionAnswering":
+        return kind and 2  # where a span begins and ends
+    labels: dict[str, str] | None = getattr(config, "id2label", None)
+    return len(labels) if labels else 2
 
 
 def find_int(config: object, *names: str) -> int | None:

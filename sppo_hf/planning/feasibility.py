@@ -37,7 +37,7 @@ from sppo_hf.planning.chunk_bounds import (
     names_cut,
     partitions_of,
 )
-from sppo_hf.planning.config_file import check_config, text_config
+from sppo_hf.planning.config_file import check_config, classifier_outputs, text_config
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
@@ -158,11 +158,15 @@ def request_for(
         lora=lora,
         layer_kernels=_has_layer_kernels(config, profile),
     )
+    shape = ModelShape.from_profile(find_profile(model_config, training, trace))
+    outputs = classifier_outputs(model_config)
+    if outputs is None:
+        routed = bool(getattr(text_config(model_config), "output_router_logits", False))
+        shape = replace(shape, router_loss=routed)
+    else:
+        shape = shape.with_classifier(outputs)
     return PlanRequest(
-        shape=replace(
-            ModelShape.from_profile(find_profile(model_config, training, trace)),
-            router_loss=bool(getattr(text_config(model_config), "output_router_logits", False)),
-        ),
+        shape=shape,
         config=config,
         device=DeviceFacts(
             kind=profile.kind,

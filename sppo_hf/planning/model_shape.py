@@ -191,6 +191,21 @@ class ModelShape:
             layer_kernels=profile.training.layer_kernels,
         )
 
+    def with_classifier(self, outputs: int) -> ModelShape:
+        """Returns the shape with a classifier's head in place of the language model's."""
+        more = self.hidden_size * (outputs - (0 if self.tied else self.vocab_size))
+        trained = 0 if self.lora is not None else more
+        size = self._parameter_bytes
+        return replace(
+            self,
+            head_width=outputs,
+            tied=False,
+            total_parameters=self.total_parameters + more,
+            trainable_parameters=self.trainable_parameters + trained,
+            weight_bytes=self.weight_bytes + more * size,
+            gradient_bytes=self.gradient_bytes + trained * size,
+        )
+
     def with_host_residents(self, *, weights: bool, optimizer: bool) -> ModelShape:
         """Returns the shape of a model with a part of it in host memory.
 

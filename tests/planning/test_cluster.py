@@ -46,6 +46,13 @@ QUESTION = ClusterRequest(
 )
 
 
+def test_a_classifier_is_given_no_pipeline() -> None:
+    cost = replace(QUESTION.cost, shape=SHAPE.with_classifier(2))
+    found = {layout.stages for layout in layouts(replace(QUESTION, cost=cost))}
+    assert found == {1}
+    assert {1, 2, 4} <= {layout.stages for layout in layouts(QUESTION)}
+
+
 def within(device: float, host: float = 1000.0) -> ClusterRequest:
     budgets = Budgets(device=int(device * GIB), host=int(host * GIB), disk=0)
     return replace(QUESTION, budgets=budgets)

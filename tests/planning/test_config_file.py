@@ -13,6 +13,7 @@ from sppo_hf.planning.config_file import (
     STATE_REASONS,
     bypasses_attention_interface,
     check_config,
+    classifier_outputs,
     load_config,
     read_fields,
     rotary_limit_tokens,
@@ -32,6 +33,23 @@ def test_a_folder_or_its_file(tmp_path: Path) -> None:
     path = written(tmp_path, json.dumps({"model_type": "llama", "hidden_size": 8}))
     assert vars(load_config(path)) == vars(load_config(str(tmp_path)))
     assert load_config(path).hidden_size == 8  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("fields", "outputs"),
+    [
+        ({}, None),
+        ({"architectures": ["LlamaForCausalLM"], "id2label": {"0": "a"}}, None),
+        ({"architectures": ["LlamaForSequenceClassification"]}, 2),
+        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a"}}, 1),
+        ({"architectures": ["LlamaForTokenClassification"], "id2label": dict.fromkeys("abc")}, 3),
+        ({"architectures": ["LlamaForQuestionAnswering"], "id2label": dict.fromkeys("abc")}, 2),
+    ],
+)
+def test_a_classifier_is_known_by_its_architecture(
+    fields: dict[str, Any], outputs: int | None
+) -> None:
+    assert classifier_outputs(SimpleNamespace(**fields)) == outputs
 
 
 def test_nested_configs_are_objects_and_rotary_parameters_dicts() -> None:

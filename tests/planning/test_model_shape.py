@@ -1,5 +1,7 @@
 """What a shape adds to its layers; `tests/engine/test_trace_profile.py` has the layers."""
 
+from dataclasses import replace
+
 import pytest
 
 from sppo_hf.planning.model_profile import LoraShape
@@ -39,6 +41,21 @@ def test_llama_8b() -> None:
     assert sum(layer.attention_flops_per_key for layer in shape.layers) == 32 * 4 * 4096
     assert shape.linear_flops_per_token() == pytest.approx(2 * 7.5e9, rel=0.01)
     assert shape.layer_kinds == (0,) * 32
+
+
+@pytest.mark.parametrize("lora", [None, LoraShape(rank=16)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_classifiers_head_replaces_the_language_models(
+    lora: LoraShape | None, tied: bool
+) -> None:
+    shape = replace(shape_of(llama_config(), lora=lora), tied=tied)
+    found = shape.with_classifier(3)
+    more = 4096 * (3 - (0 if tied else 128_256))
+    assert found.total_parameters - shape.total_parameters == more
+    assert found.weight_bytes - shape.weight_bytes == 2 * more
+    assert found.trainable_parameters - shape.trainable_parameters == (0 if lora else more)
+    assert found.gradient_bytes - shape.gradient_bytes == (0 if lora else 2 * more)
+    assert (found.num_logits, found.head_flops_per_token) == (3, 2 * 4096 * 3)
 
 
 def test_trainable_share_and_measured_bytes() -> None:
