@@ -100,7 +100,7 @@ def _rewarded(tmp_path, plugin, judge_class):
 
 # A reward model that can be converted and one that cannot.
 @pytest.mark.parametrize(
-    "judge_class", [LlamaForSequenceClassification, BertForSequenceClassification]
+    "judge_class", sample([LlamaForSequenceClassification, BertForSequenceClassification], 2)
 )
 def test_grpo_with_a_reward_model(tmp_path, judge_class):
     expected, _, _ = _rewarded(tmp_path, None, judge_class)
