@@ -166,10 +166,15 @@ def text_config(config: object) -> object:
     return getter() if callable(getter) else getattr(config, "text_config", None) or config
 
 
+def classifier_kind(config: object) -> str | None:
+    """Returns which of `CLASSIFIERS` a config was saved with; None for other models."""
+    names: list[str] = getattr(config, "architectures", None) or []
+    return next((kind for kind in CLASSIFIERS for name in names if name.endswith(kind)), None)
+
+
 def classifier_outputs(config: object) -> int | None:
     """Returns the outputs of the head if a config is a classifier's; None for other models."""
-    names: list[str] = getattr(config, "architectures", None) or []
-    kind = next((kind for kind in CLASSIFIERS for name in names if name.endswith(kind)), None)
+    kind = classifier_kind(config)
     if kind is None or kind == "ForQuestionAnswering":
         return kind and 2  # where a span begins and ends
     labels: dict[str, str] | None = getattr(config, "id2label", None)

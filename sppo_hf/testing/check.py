@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.model_parts import BUILD_ERRORS, auto_class_of, decoder_config
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError, first_line
-from sppo_hf.planning.config_file import check_sizes, read_fields
+from sppo_hf.planning.config_file import check_sizes, classifier_kind, read_fields
 from sppo_hf.rules import format_bytes, refuse, show
 from sppo_hf.testing.exactness import TOLERANCE, compare, compare_drift, run_reference
 from sppo_hf.testing.tiny_families import FAMILIES
@@ -27,6 +27,7 @@ from sppo_hf.testing.tiny_models import (
     LARGEST_BYTES,
     batch_for,
     build_tiny_model,
+    classifier_class,
     make_batch,
     model_from_config,
     shrunk_config,
@@ -270,21 +271,26 @@ def small_model(
             return model, True, ""
         return model, True, _part_of(AutoConfig.for_model(name), model)
     config = _read_config(name, path, local)
-    whole = decoder_config(config) is config
+    kind = classifier_kind(config)
+    model_class = None if kind is None else classifier_class(config, kind)
+    whole = model_class is not None or decoder_config(config) is config
     if (
         local
         and whole
         and (any(path.glob("*.safetensors")) or any(path.glob("*.bin")))
-        and weights_bytes(config) <= LARGEST_PARAMETERS * torch.float64.itemsize
+        and weights_bytes(config, model_class) <= LARGEST_PARAMETERS * torch.float64.itemsize
     ):
         try:
-            model = auto_class_of(config).from_pretrained(path, dtype=dtype)
+            loader = model_class or auto_class_of(config)
+            model = loader.from_pretrained(path, dtype=dtype)
         except BUILD_ERRORS as error:
             raise ConfigError(
                 f"the model in {path} cannot be loaded ({first_line(error)}). {_NAMES}"
             ) from error
         return model.train(), False, ""
-    model = model_from_config(shrunk_config(config), dtype=dtype)
+    model = model_from_config(
+        shrunk_config(config, model_class), model_class=model_class, dtype=dtype
+    )
     return model, True, "" if whole else _part_of(config, model)
 
 

@@ -520,13 +520,15 @@ def model_from_config(
     return model
 
 
-def weights_bytes(config: PreTrainedConfig) -> int:
+def weights_bytes(
+    config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None
+) -> int:
     """Bytes of the weights of a model of `config` in float64, counted without memory.
 
     Raises:
-        ConfigError: there is no causal language model of `config`, or it has too many layers.
+        ConfigError: there is no such model, or it has too many layers.
     """
-    return _bytes_of(_without_memory(config))
+    return _bytes_of(_without_memory(config, model_class))
 
 
 _counted: set[tuple[type, type | None, str]] = set()

@@ -16,7 +16,7 @@ from sppo_hf.cli import app, common
 from sppo_hf.errors import ConfigError
 from sppo_hf.testing import check as check_module
 from sppo_hf.testing.exactness import Gradients
-from sppo_hf.testing.tiny_models import build_tiny_model
+from sppo_hf.testing.tiny_models import build_tiny_classifier, build_tiny_model
 
 
 def _check(*arguments: str) -> tuple[int, str, str]:
@@ -80,6 +80,16 @@ def test_a_local_model_keeps_its_weights(tmp_path: Path) -> None:
     assert code == 0, result
     assert result["random_weights"] is False
     assert result["model_class"] == "Qwen3ForCausalLM"
+
+
+def test_a_classifier_is_checked_as_one(tmp_path: Path) -> None:
+    model = build_tiny_classifier("qwen3", "ForSequenceClassification", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    for name, is_random in ((tmp_path, False), (tmp_path / "config.json", True)):
+        code, result = _json(str(name))
+        assert code == 0, result
+        assert result["random_weights"] is is_random
+        assert result["model_class"] == "Qwen3ForSequenceClassification"
 
 
 def test_a_large_configuration_is_shrunk(tmp_path: Path) -> None:
