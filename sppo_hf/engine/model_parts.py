@@ -316,8 +316,8 @@ class ModelParts:
         return [module for child in heads for module in child.modules()]
 
     def head_width(self) -> int:
-        """Rows of the matrices of a classifier's head."""
-        return sum(p.shape[0] for p in own_parameters(self.head_modules()) if p.ndim == 2)
+        """Rows of the matrices of a classifier's head, at least 1: a head may have none."""
+        return max(1, sum(p.shape[0] for p in own_parameters(self.head_modules()) if p.ndim == 2))
 
     def head_is_hooked(self) -> bool:
         """Whether the head's modules have forward or backward hooks."""

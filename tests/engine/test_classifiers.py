@@ -5,7 +5,12 @@ Their gradients are compared in test_exactness.py, on several ranks in pipeline/
 
 import pytest
 import torch
-from transformers import ModernBertConfig, ModernBertForSequenceClassification
+from transformers import (
+    LlamaForSequenceClassification,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
+)
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
@@ -18,6 +23,7 @@ from sppo_hf.testing.tiny_models import (
     build_tiny_classifier,
     build_tiny_model,
     make_batch,
+    model_from_config,
 )
 
 CHUNKS = SPPOConfig(num_chunks=3, show_plan=False)
@@ -130,3 +136,32 @@ def test_plans_count_its_head_and_the_hidden_states_of_whole_rows():
     assert (language.shape.num_logits, shape.num_logits) == (97, 3)
     assert language.shape.weight_bytes - shape.weight_bytes == 4 * width * (97 - 3)
     assert shape.head_flops_per_token == 2 * width * 3
+
+
+class _ConvolvedForSequenceClassification(LlamaForSequenceClassification):
+    """A head without matrices."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.score = None
+        self.mix = torch.nn.Conv1d(config.hidden_size, config.num_labels, 3, padding=1)
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        states = self.model(input_ids, attention_mask=attention_mask, **kwargs)[0]
+        real = torch.ones_like(states[..., 0]) if attention_mask is None else attention_mask
+        mixed = self.mix((states * real[..., None]).transpose(1, 2))
+        logits = (mixed * real[:, None]).mean(-1)
+        loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(loss=loss, logits=logits)
+
+
+def _compare_own(model_class):
+    config = build_tiny_classifier("llama", "ForSequenceClassification").config
+    model = model_from_config(config, model_class=model_class)
+    batch = batch_for(model, make_batch(rows=3, padding=(0, 4, 2)))
+    return compare(model, batch, CHUNKS)
+
+
+def test_a_head_may_have_no_matrices():
+    report = _compare_own(_ConvolvedForSequenceClassification)
+    assert report.exact, str(report)
