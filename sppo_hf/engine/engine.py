@@ -155,7 +155,9 @@ class Engine:
         with self._exclusive(call.device):
             self._check_kernels(call.device)
             output = self._run(call)
-        return output if call.return_dict else output.to_tuple()
+        # A classifier's own forward returns what it likes.
+        is_whole = call.return_dict or not isinstance(output, ModelOutput)
+        return output if is_whole else output.to_tuple()
 
     @torch.inference_mode(False)  # the first call may be an evaluation's; kernels are for training
     def _check_kernels(self, device: torch.device) -> None:
@@ -251,7 +253,7 @@ class Engine:
         finally:
             self._thread = None
 
-    def _run(self, call: ForwardCall) -> ModelOutput:
+    def _run(self, call: ForwardCall) -> Any:
         start_seconds = time.perf_counter()
         self._has_run = True
         release_failed_backward(self._last_timer)
@@ -541,8 +543,8 @@ class ForwardStep:
         self._heap: HeapWatch | None = None
         """Frees heap memory on a CPU."""
 
-    def run(self) -> ModelOutput:
-        """Run the layers, then head and loss.
+    def run(self) -> Any:
+        """Run the layers, then head and loss; returns what the model's forward would.
 
         Raises:
             UnsupportedModelError: The call asks for a router loss, whose factors are not found.
@@ -560,7 +562,7 @@ class ForwardStep:
         with engine.placement.loaded(backward_follows=torch.is_grad_enabled(), log=self._log):
             self._heap = HeapWatch.of_step(plan, self._parts.causal_lm.parameters())
             standard = self._parts.causal_lm.loss_function is ForCausalLMLoss
-            output: ModelOutput
+            output: Any
             if call.has_labels and standard and not call.head_arguments:
                 output = self._loss(router_loss)
             else:
@@ -637,7 +639,7 @@ class ForwardStep:
             kept = torch.zeros(call.batch_rows, call.total_tokens, device=call.device)
         return CausalLMOutputWithPast(loss=value, logits=kept)
 
-    def _run_full_head(self, router_loss: RouterLoss | None) -> ModelOutput:
+    def _run_full_head(self, router_loss: RouterLoss | None) -> Any:
         """Run the layers in chunks, then the model's own head and loss over the whole sequence."""
         call, rows = self.call, []
         for group in call.row_groups(self.engine.config):

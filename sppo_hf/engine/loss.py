@@ -74,12 +74,21 @@ from sppo_hf.errors import SPPOError, UnsupportedModelError
 # V vocabulary, E experts.
 
 
+_HEAD_OPTIONS = {"use_cache": False, "return_dict": True}
+"""Arguments with which a model's forward runs on hidden states, if it takes them."""
+
+
 class ModelHead:
     """Logits, or the model's own loss, from hidden states."""
 
     def __init__(self, parts: ModelParts, original_forward: Callable[..., Any]) -> None:
         self._parts = parts
         self._forward = original_forward
+        taken = inspect.signature(original_forward).parameters.values()
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in taken)
+        names = {one.name for one in taken}
+        # A classifier of the user's own may take neither.
+        self._options = {n: v for n, v in _HEAD_OPTIONS.items() if takes_any or n in names}
         self.output_class: type = BaseModelOutputWithPast
         """Class of what the base model returns; set after its forward."""
         self.plain: tuple[Hashable, bool] | None = None
@@ -99,7 +108,7 @@ class ModelHead:
         output = self.output_class(last_hidden_state=hidden_BMD)
         if not kwargs.keys() & {"input_ids", "inputs_embeds"}:
             kwargs["inputs_embeds"] = hidden_BMD
-        kwargs |= {"use_cache": False, "return_dict": True}
+        kwargs |= self._options
         if self._parts.has_router_loss():
             # What routers gave is not here: `RouterLoss` adds their loss.
             kwargs[ROUTER_SWITCH] = False

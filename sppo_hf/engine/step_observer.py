@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 from weakref import WeakSet
@@ -21,7 +21,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.autograd import Variable, profiler
-from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.engine.cpu_heap import return_free_heap
 from sppo_hf.engine.sequence_group import rank_tokens
@@ -289,12 +288,13 @@ class StepTimer:
         if profiler._is_profiler_enabled:  # or 0.1 ms a unit for nothing
             self._label.enter_context(profiler.record_function(name))
 
-    def forward_done(self, output: ModelOutput) -> None:
+    def forward_done(self, output: Mapping[str, Any] | Sequence[Any]) -> None:
         """End the forward; also the step, if its output needs no gradient."""
         self._forward_seconds = time.perf_counter() - self.start_seconds
         self._chunk_timer.enter("end")
         self._label.close()
-        tensors = [value for value in output.values() if isinstance(value, Tensor)]
+        values = output.values() if isinstance(output, Mapping) else output
+        tensors = [value for value in values if isinstance(value, Tensor)]
         if not any(value.requires_grad for value in tensors):
             self._record(training=False, backward_seconds=0.0)
 

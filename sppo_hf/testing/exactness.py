@@ -500,8 +500,9 @@ def run_batch(
     ):
         for micro_batch in _micro_batches(batch, accumulation):
             output = model(**micro_batch)
-            output.loss.backward()
-            loss += output.loss.item()
+            one = output[0] if isinstance(output, tuple) else output["loss"]  # as the Trainer does
+            one.backward()
+            loss += one.item()
     return Gradients(
         loss,
         {name: p.grad for name, p in model.named_parameters() if p.requires_grad},

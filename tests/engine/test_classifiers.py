@@ -165,3 +165,27 @@ def _compare_own(model_class):
 def test_a_head_may_have_no_matrices():
     report = _compare_own(_ConvolvedForSequenceClassification)
     assert report.exact, str(report)
+
+
+class _BareForSequenceClassification(LlamaForSequenceClassification):
+    """Takes what it needs alone, and returns a tuple."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        states = self.model(input_ids, attention_mask=attention_mask)[0]
+        logits = self.score(states[:, -1])
+        loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return loss, logits
+
+
+class _DictForSequenceClassification(_BareForSequenceClassification):
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        loss, logits = super().forward(input_ids, attention_mask, labels)
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize(
+    "model_class", [_BareForSequenceClassification, _DictForSequenceClassification]
+)
+def test_a_forward_of_the_users_own_takes_and_returns_what_it_likes(model_class):
+    report = _compare_own(model_class)
+    assert report.exact, str(report)
