@@ -192,11 +192,11 @@ class ForwardCall:
 
     def _left_padding_reason(self) -> str:
         """Return why rows may not begin with padding; "" where they may."""
-        name, kind = self.parts.name, self.parts.causal_lm.loss_type
-        if self.parts.is_classifier and kind == "ForQuestionAnswering":
+        name, kind = self.parts.name, self.parts.classifier_kind
+        if kind == "ForQuestionAnswering":
             return f"{name} looks for the span at all positions, padding among them"
         labels = self.head_arguments.get("labels")
-        if self.parts.is_classifier and kind == "ForTokenClassification":
+        if kind == "ForTokenClassification":
             if labels is None:
                 return f"{name} without labels returns logits of all positions, padding among them"
             if bool(((labels != self.ignore_index) & (self.attention_mask == 0)).any()):

@@ -64,6 +64,16 @@ CAPTURES = "_output_capturing_hooks_installed"
 ROUTER_SWITCH = "output_router_logits"
 """Name of the argument of a forward, and of the config's field, that asks for a loss of routers."""
 
+
+def classifier_kind(model: nn.Module) -> str | None:
+    """The one of `CLASSIFIERS` that a model is; None for others.
+
+    Transformers finds the loss by the class's name, which is another in a subclass of the user's.
+    """
+    names = [getattr(model, "loss_type", None) or "", *(c.__name__ for c in type(model).__mro__)]
+    return next((kind for name in names for kind in CLASSIFIERS if kind in name), None)
+
+
 _STATE_UPDATES = frozenset(("update_conv_state", "update_recurrent_state"))
 
 
@@ -183,12 +193,17 @@ class ModelParts:
         return self.causal_lm.config.get_text_config(decoder=True)
 
     @property
+    def classifier_kind(self) -> str | None:
+        """See `classifier_kind`."""
+        return classifier_kind(self.causal_lm)
+
+    @property
     def is_classifier(self) -> bool:
         """Whether the head classifies rows, tokens or spans: `CLASSIFIERS`, reward models too.
 
         Its own code runs on the hidden states of whole rows; it has no loss of routers.
         """
-        return getattr(self.causal_lm, "loss_type", None) in CLASSIFIERS
+        return self.classifier_kind is not None
 
     def has_router_loss(self, given: bool | None = None) -> bool:
         """Whether a call asks for a loss of routers, by its argument `given` or else the config."""
@@ -404,11 +419,11 @@ def find_parts(model: nn.Module) -> ModelParts:
     causal_lm = find_causal_lm(model)
     name = type(causal_lm).__name__
     base = _base_of(causal_lm)
-    is_classifier = getattr(causal_lm, "loss_type", None) in CLASSIFIERS
-    if causal_lm.get_output_embeddings() is None and not is_classifier:
+    if causal_lm.get_output_embeddings() is None and classifier_kind(causal_lm) is None:
         raise UnsupportedModelError(
             f"{name} has no head on top of a base model that SPPO knows. Load it with "
-            f"AutoModelForCausalLM, or AutoModel{', AutoModel'.join(CLASSIFIERS)}."
+            f"AutoModelForCausalLM, or AutoModel{', AutoModel'.join(CLASSIFIERS)}. A class of your "
+            f"own is known by its name, or one that it derives from: My{CLASSIFIERS[0]}, for one."
         )
     if base is causal_lm:
         raise UnsupportedModelError(

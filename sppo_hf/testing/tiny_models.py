@@ -35,6 +35,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from sppo_hf.engine.model_parts import (
     BUILD_ERRORS,
     auto_class_of,
+    classifier_kind,
     decoder_config,
     suppress_peft_warnings,
 )
@@ -664,8 +665,8 @@ def batch_for(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict
     classifier without a padding token, which takes one row at a time, gets one.
     """
     labels = batch["labels"]
-    kind, classes = getattr(model, "loss_type", None), getattr(model.config, "num_labels", 2)
-    if kind not in CLASSIFIERS:
+    kind, classes = classifier_kind(model), getattr(model.config, "num_labels", 2)
+    if kind is None:
         return dict(batch)
     if kind == "ForTokenClassification":
         return {**batch, "labels": torch.where(labels == -100, labels, labels % classes)}

@@ -3,6 +3,8 @@
 Their gradients are compared in test_exactness.py, on several ranks in pipeline/.
 """
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -189,3 +191,25 @@ class _DictForSequenceClassification(_BareForSequenceClassification):
 def test_a_forward_of_the_users_own_takes_and_returns_what_it_likes(model_class):
     report = _compare_own(model_class)
     assert report.exact, str(report)
+
+
+class _Reward(LlamaForSequenceClassification):
+    """Has scores alone, as RewardTrainer takes them: Transformers finds no loss by this name."""
+
+
+def test_a_subclass_may_have_any_name():
+    config = build_tiny_classifier("llama", "ForSequenceClassification").config
+    config.num_labels, config.pad_token_id = 1, 0
+    plain = model_from_config(config, model_class=_Reward, dtype=torch.float32)
+    ours = copy.deepcopy(plain)
+    with pytest.warns(UserWarning, match="no tiny model of it could be built"):
+        ours = convert(ours, CHUNKS)
+    batch = make_batch(rows=2, padding=(0, 4))
+    del batch["labels"]
+    for model in (plain, ours):
+        chosen, rejected = model(**batch).logits
+        (chosen - rejected).square().sum().backward()
+    assert get_engine(ours).counters["attention_forwards"] == 3 * 3
+    for name, parameter in plain.named_parameters():
+        grad = ours.get_parameter(name).grad
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
