@@ -201,7 +201,23 @@ class ForwardCall:
                 return f"{name} without labels returns logits of all positions, padding among them"
             if bool(((labels != self.ignore_index) & (self.attention_mask == 0)).any()):
                 return f"there are labels at padding (set them to {self.ignore_index})"
+        if kind == "ForSequenceClassification" and self._has_row_of_padding_tokens():
+            return f"all tokens of a row are the padding token, so that {name} reads the padding"
         return left_padding_reason(self.parts, self.batch_rows)
+
+    def _has_row_of_padding_tokens(self) -> bool:
+        """Whether the real tokens of a row that begins with padding are all padding tokens, too.
+
+        Transformers takes the last other token, and the first of the row where there is none. Rows
+        without real tokens are exact.
+        """
+        mask, tokens = self.attention_mask, self.tokens.get("input_ids")
+        number = self.parts.text_config.pad_token_id
+        if mask is None or tokens is None or number is None:
+            return False
+        real = mask != 0
+        alone = real.any(1) & ~real[:, 0] & ~(real & (tokens != number)).any(1)
+        return bool(alone.any())
 
     def divisor(self, count: Tensor) -> Tensor:
         """Divisor of the summed loss, as in Transformers, shape `[]`."""

@@ -107,6 +107,18 @@ def test_padding_on_the_left_is_refused_where_the_loss_reads_it():
         tokens(**labelled)
 
 
+def test_padding_on_the_left_is_refused_where_a_row_has_no_other_token():
+    model = _convert("ForSequenceClassification")
+    batch = batch_for(model, make_batch(rows=ROWS, tokens=TOKENS, left_padding=(0, 7)))
+    batch["input_ids"][1] = 0
+    with pytest.raises(ConfigError, match=r"row 1: all tokens of a row are the padding token"):
+        model(**batch)
+    batch["attention_mask"][1] = 0
+    plain = build_tiny_classifier("llama", "ForSequenceClassification", dtype=torch.float32)
+    plain.config.pad_token_id = 0
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits)
+
+
 def test_encoders_are_refused_at_conversion():
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     config = ModernBertConfig(vocab_size=97, num_hidden_layers=2, pad_token_id=0, **sizes)
