@@ -641,13 +641,19 @@ class ForwardStep:
 
     def _run_full_head(self, router_loss: RouterLoss | None) -> Any:
         """Run the layers in chunks, then the model's own head and loss over the whole sequence."""
-        call, rows = self.call, []
-        for group in call.row_groups(self.engine.config):
+        call = self.call
+        hidden_BTD = self._whole_hidden(router_loss)
+        return self.engine.head.run(hidden_BTD, **call.loss_arguments, **call.head_arguments)
+
+    def _whole_hidden(self, router_loss: RouterLoss | None) -> Tensor:
+        """Hidden states of all rows and tokens, `[B, T, D]`; no copy is left beside them."""
+        rows = []
+        for group in self.call.row_groups(self.engine.config):
             chunks = self._hidden(
                 group, skip_padding=False, whole_chunks=True, router_loss=router_loss
             )
             rows.append(torch.cat([hidden_BCD for _, hidden_BCD in chunks], dim=1))
-        return self.engine.head.run(torch.cat(rows), **call.loss_arguments, **call.head_arguments)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _loss_owner(self) -> str:
         """Name of what computes a loss from full logits in place of the standard loss."""

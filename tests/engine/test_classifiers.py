@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaForSequenceClassification,
     ModernBertConfig,
@@ -225,3 +226,25 @@ def test_a_subclass_may_have_any_name():
     for name, parameter in plain.named_parameters():
         grad = ours.get_parameter(name).grad
         torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the tensors of a shape that are put together."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default:
+            self.count += tuple(output.shape) == self.shape
+        return output
+
+
+def test_the_hidden_states_of_whole_rows_are_copied_once():
+    model = _convert("ForTokenClassification", order="by_chunk")
+    batch = batch_for(model, make_batch(rows=ROWS, tokens=TOKENS))
+    with _Copies((ROWS, TOKENS, model.config.hidden_size)) as copies:
+        model(**batch)
+    assert copies.count == 1
