@@ -827,16 +827,17 @@ class ByteTables:
         """Bytes of hidden states held until backward, [chunks], and of embeddings on a CPU.
 
         By chunk, the hidden states are the final norm's input and the gradient of its output; of a
-        classifier, whose head runs behind the last chunk, also its output. On a CPU tokens are
-        embedded once for the whole sequence, and the embeddings' gradient is assembled as a whole
-        in backward. The two integers are these bytes in forward and in backward.
+        classifier, whose head runs behind the last chunk, also its output; it and its gradient have
+        the tokens of all ranks that share the sequence. On a CPU tokens are embedded once for the
+        whole sequence, and the embeddings' gradient is assembled as a whole in backward. The two
+        integers are these bytes in forward and in backward.
         """
         shape = self.shape
         token_bytes = self.training * self.rows * shape.hidden_size * shape.dtype_bytes
         whole = 0
         if self.device_kind == "cpu" and shape.embedding_trained:
             whole = token_bytes * int(self.ends[-1])
-        held = 2 if shape.head_width is None else 3
+        held = 2 if shape.head_width is None else 1 + 2 * self._sp
         return held * token_bytes * self.lengths, whole, 2 * whole
 
 

@@ -92,6 +92,9 @@ def test_a_classifiers_head_is_narrow_and_takes_the_hidden_states_of_whole_rows(
         )
         assert sum(whole.hidden[0]) == more * 2 // 3
         assert sum(narrow.hidden[0]) == more
+        # Of two ranks that share the sequence each has half the norm's input and all of its output.
+        shared = byte_tables(replace(SHAPE, head_width=2, sp=2), decisions, device_kind="cuda")
+        assert sum(shared.hidden[0]) == more * 5 // 6
         # A tile of 64 tokens in 16 bits, in float32, and its gradient.
         assert list(narrow.logits) == [64 * 2 * (2 + 4 + 2)] * 2
         assert list(whole.logits) == [64 * SHAPE.vocab_size * (2 + 4 + 2)] * 2
