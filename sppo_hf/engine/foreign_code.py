@@ -169,6 +169,17 @@ def check_foreign_code(parts: ModelParts, *, one_chunk: bool = False) -> None:
             _passed[root] = _state(root)
 
 
+def foreign_head_module(parts: ModelParts) -> str:
+    """Name of a module in a classifier's head that a user put there; "" where there is none.
+
+    It may read all tokens, which are its own there, but is unknown to a trial of the model's class.
+    """
+    built = built_classes(parts)
+    if is_checking() or built is None:
+        return ""
+    return next((_label(parts, m) for m in parts.head_modules() if _is_foreign(m, built)), "")
+
+
 def _check_weights_of_calls(parts: ModelParts) -> None:
     """Refuse modules that compute other weights at every call, so that every chunk has its own."""
     for module in all_modules(parts.causal_lm):

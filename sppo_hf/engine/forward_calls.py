@@ -34,6 +34,7 @@ from sppo_hf.attention.segments import RowSpans
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.attention_interface import document_positions, is_causal_with
 from sppo_hf.engine.family_guard import left_padding_reason
+from sppo_hf.engine.foreign_code import foreign_head_module
 from sppo_hf.engine.model_parts import CACHE_ARGUMENTS, ROUTER_SWITCH, ModelParts
 from sppo_hf.errors import ConfigError
 
@@ -201,6 +202,8 @@ class ForwardCall:
                 return f"{name} without labels returns logits of all positions, padding among them"
             if bool(((labels != self.ignore_index) & (self.attention_mask == 0)).any()):
                 return f"there are labels at padding (set them to {self.ignore_index})"
+        if kind is not None and (own := foreign_head_module(self.parts)):
+            return f"{own} in the head may read padding, too"
         if kind == "ForSequenceClassification" and self._has_row_of_padding_tokens():
             return f"all tokens of a row are the padding token, so that {name} reads the padding"
         return left_padding_reason(self.parts, self.batch_rows)

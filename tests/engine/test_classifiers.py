@@ -120,6 +120,24 @@ def test_padding_on_the_left_is_refused_where_a_row_has_no_other_token():
     torch.testing.assert_close(model(**batch).logits, plain(**batch).logits)
 
 
+class _Pooling(torch.nn.Module):
+    """Mixes all tokens of a row, padding among them."""
+
+    def forward(self, states):
+        return states[..., :3] + states[..., :3].mean(1, keepdim=True)
+
+
+def test_padding_on_the_left_is_refused_below_a_head_that_a_user_put_in():
+    model = build_tiny_classifier("llama", "ForSequenceClassification")
+    model.score = _Pooling()
+    right = batch_for(model, make_batch(rows=ROWS, padding=(0, 7)))
+    report = compare(model, right, CHUNKS)
+    assert report.exact, str(report)
+    left = batch_for(model, make_batch(rows=ROWS, left_padding=(0, 7)))
+    with pytest.raises(ConfigError, match=r"_Pooling\) in the head may read padding, too"):
+        convert(model, CHUNKS)(**left)
+
+
 def test_encoders_are_refused_at_conversion():
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     config = ModernBertConfig(vocab_size=97, num_hidden_layers=2, pad_token_id=0, **sizes)
