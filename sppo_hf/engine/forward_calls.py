@@ -390,7 +390,8 @@ def read_call(
     head_arguments = {n: given.pop(n) for n in _HEAD_ARGUMENTS if given.get(n)}
     if parts.is_classifier:
         given = {n: value for n, value in given.items() if n not in _CLASSIFIER_LABELS}
-        head_arguments, loss_arguments = classifier_arguments, {}
+        # Its loss knows no other `ignore_index`.
+        head_arguments, loss_arguments, ignore_index = classifier_arguments, {}, -100
     call = ForwardCall(
         tokens=inputs,
         attention_mask=given.pop("attention_mask", None),

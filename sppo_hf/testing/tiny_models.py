@@ -40,7 +40,7 @@ from sppo_hf.engine.model_parts import (
     suppress_peft_warnings,
 )
 from sppo_hf.errors import ConfigError, first_line
-from sppo_hf.planning.config_file import CLASSIFIERS, MAX_MODULES, check_sizes, iter_settings
+from sppo_hf.planning.config_file import MAX_MODULES, check_sizes, iter_settings
 from sppo_hf.rules import format_bytes
 from sppo_hf.testing.tiny_families import FAMILIES, UNLISTED, TinyFamily
 
