@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
 from sppo_hf import SPPOPlugin
@@ -54,10 +53,11 @@ def _collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def _train(folder: Any, kind: str, plugin: SPPOPlugin | None, *, lora: bool) -> dict[str, Any]:
     model: Any = build_tiny_classifier("qwen3", kind, dtype=torch.float32, pad_token_id=0)
     if lora:
+        peft = pytest.importorskip("peft")
         torch.manual_seed(3)
         with suppress_peft_warnings():
             # PEFT trains the head as well.
-            model = get_peft_model(model, LoraConfig(task_type=TASKS[kind], r=4))
+            model = peft.get_peft_model(model, peft.LoraConfig(task_type=TASKS[kind], r=4))
     # Not Adam: of a bias that no softmax notices it would make rounding into whole steps.
     optimizer = {"optim": "sgd", "learning_rate": 0.05}
     args = make_arguments(
