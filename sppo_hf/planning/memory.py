@@ -741,12 +741,12 @@ class ByteTables:
         return {Cause.ROUTERS: self.routers, Cause.GRAPH: self.graph}
 
     def embedding_gradient_bytes(self, size: int) -> int:
-        """Returns the bytes of the embedding's gradient, of `size` each; 0 if it is frozen."""
+        """Returns the bytes of the embedding's gradient, `size` an element; 0 if it is frozen."""
         shape = self.shape
         return shape.vocab_size * shape.hidden_size * size if shape.embedding_trained else 0
 
     def head_gradient_bytes(self, size: int) -> int:
-        """Returns the bytes of the head's gradient, of `size` each; 0 if it is frozen."""
+        """Returns the bytes of the head's gradient, `size` an element; 0 if it is frozen."""
         shape = self.shape
         return shape.num_logits * shape.hidden_size * size if shape.embedding_trained else 0
 

@@ -192,7 +192,7 @@ class ModelShape:
         )
 
     def with_classifier(self, outputs: int) -> ModelShape:
-        """Returns the shape with a classifier's head in place of the language model's."""
+        """Returns the shape with a classifier's head, of `outputs` numbers a token, for its own."""
         more = self.hidden_size * (outputs - (0 if self.tied else self.vocab_size))
         trained = 0 if self.lora is not None else more
         size = self._parameter_bytes

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.device_facts import model_profile
 from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.stages import StageCut, StagedModel
 from sppo_hf.errors import ConfigError, UnsupportedModelError
@@ -100,7 +101,9 @@ def test_padding_on_the_left_is_refused_where_the_loss_reads_it():
     with pytest.raises(ConfigError, match="looks for the span at all positions"):
         spans(**batch_for(spans, batch))
     labelled = batch_for(tokens, batch)
-    tokens(**labelled).loss.backward()
+    loss = tokens(**labelled).loss
+    loss.backward()
+    assert tokens(**labelled, ignore_index=0).loss == loss, "Transformers' loss does not read it"
     with pytest.raises(ConfigError, match="without labels returns logits of all positions"):
         tokens(**{name: value for name, value in labelled.items() if name != "labels"})
     labelled["labels"][1, 2] = 0
@@ -266,3 +269,12 @@ def test_the_hidden_states_of_whole_rows_are_copied_once():
     with _Copies((ROWS, TOKENS, model.config.hidden_size)) as copies:
         model(**batch)
     assert copies.count == 1
+
+
+def test_a_language_model_of_the_same_configuration_has_its_own_profile():
+    sizes = {"num_labels": 3, "intermediate_size": 52}  # of no other test: profiles are stored
+    model = build_tiny_classifier("llama", "ForSequenceClassification", **sizes)
+    model_profile(find_parts(model))
+    profile = model_profile(find_parts(build_tiny_model("llama", **sizes)))
+    # Embedding, final norm and head, which commands that only plan take from there.
+    assert profile.outer_weights == 2 * 97 * 32 + 32

@@ -10,6 +10,7 @@ from transformers import Trainer
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.model_parts import suppress_peft_warnings
+from sppo_hf.integrations.evaluation import TrainerEvaluation
 from sppo_hf.testing.tiny_models import build_tiny_classifier
 from tests.integrations.training import make_arguments
 from tests.sweeps import sample
@@ -89,7 +90,13 @@ def _train(folder: Any, kind: str, plugin: SPPOPlugin | None, *, lora: bool) -> 
 @pytest.mark.parametrize(
     ("kind", "lora"), sample([(kind, lora) for lora in (True, False) for kind in TASKS], 2)
 )
-def test_as_the_plain_trainer_does(tmp_path: Any, kind: str, lora: bool) -> None:
+def test_as_the_plain_trainer_does(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, kind: str, lora: bool
+) -> None:
+    def refuse(*_: Any) -> None:
+        pytest.fail("its logits are as small as without SPPO, whatever the vocabulary")
+
+    monkeypatch.setattr(TrainerEvaluation, "_check_logits_fit", refuse)
     expected = _train(tmp_path, kind, None, lora=lora)
     ours = _train(tmp_path, kind, SPPOPlugin(num_chunks=3, show_plan=False), lora=lora)
     assert len(expected["losses"]) == 4
