@@ -40,7 +40,7 @@ from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.attention.segments import chunk_segments
 from sppo_hf.engine.chunk_context import ChunkContext, current
-from sppo_hf.engine.model_parts import ModelParts
+from sppo_hf.engine.model_parts import ModelParts, patched_attribute
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,
     check_heads,
@@ -145,7 +145,10 @@ def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> M
     if isinstance(finished, MaskMeaning):
         return finished  # a multimodal model has built it for its text decoder
     mask_function = _on_the_host(_without_unused_blocks(mask_function))
-    windows = {_window_at(mask_function, position) for position in _PROBE_POSITIONS}
+    try:
+        windows = {_window_at(mask_function, position) for position in _PROBE_POSITIONS}
+    except IndexError:  # a table with an entry for each token, such as the blocks of images
+        return MaskMeaning(None, None, _not_causal(kwargs))
     window = windows.pop()
     if windows or (window is not None and window < 1):
         local = _block_tokens(mask_function)
@@ -317,9 +320,20 @@ def _first_mask(
 ) -> Callable[..., Any] | None:
     """Return the function of the first mask that the model builds for two tokens; None if none."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=position_ids.device)
+    embedding: Any = parts.causal_lm.get_input_embeddings()
+
+    def embed(ids: Tensor) -> Tensor:
+        width, dtype = embedding.weight.shape[-1], embedding.weight.dtype
+        return torch.zeros(*ids.shape, width, dtype=dtype, device=ids.device)
+
     try:
-        with torch.no_grad(), attention_implementation(MASK_PROBE, parts.configs):
-            # Without hooks: those that shard a model must not see a forward that does not end.
+        with (
+            torch.no_grad(),
+            attention_implementation(MASK_PROBE, parts.configs),
+            # Without hooks: those that shard a model must not see a forward that does not end, and
+            # would gather the embedding, for which other ranks may not ask.
+            patched_attribute("_call_impl", {embedding: embed}),
+        ):
             parts.base.forward(
                 input_ids=ids,
                 position_ids=position_ids,

@@ -119,6 +119,9 @@ class ChunkInputs:
     """`[B or 1, T]`, or `[A, B or 1, T]` where they have A axes (text, time, height, width)."""
     constants: dict[str, Any]
     """Keyword arguments that are the same for every chunk."""
+    added: dict[str, dict[Any, Tensor]] = dataclasses.field(default_factory=dict)
+    """Arguments with tensors `[B, T, D]` that a decoder adds to the hidden states of some layers,
+    by the layer's index or number; they are passed as `[B * C, D]`."""
 
     def rows(self, start: int, end: int) -> ChunkInputs:
         """Return the inputs of batch rows `[start, end)`."""
@@ -127,6 +130,10 @@ class ChunkInputs:
             {name: x[start:end] for name, x in self.tokens.items()},
             positions if positions.shape[-2] == 1 else positions[..., start:end, :],
             self.constants,
+            {
+                name: {layer: x[start:end] for layer, x in tensors.items()}
+                for name, tensors in self.added.items()
+            },
         )
 
     def chunk(self, start: int, end: int) -> dict[str, Any]:
@@ -135,8 +142,13 @@ class ChunkInputs:
         # rerun on those, is specialised on strides.
         tokens = {name: x[:, start:end].contiguous() for name, x in self.tokens.items()}
         first = next(iter(tokens.values()))
+        added = {
+            name: {layer: x[:, start:end].flatten(0, 1) for layer, x in tensors.items()}
+            for name, tensors in self.added.items()
+        }
         return {
             **self.constants,
+            **added,
             **tokens,
             "position_ids": self.position_ids[..., start:end],
             # All ones: padding is in the batch layout. Given a mask, Transformers does not look for
@@ -193,8 +205,12 @@ class ChunkRunner:
     """Whether any layer has recurrent states; None: look through `layers`."""
     is_sharded: bool = False
     """Whether FSDP2 shards the model."""
+    root: nn.Module | None = None
+    """The module that is called; None for the base model. The text decoder, if its inputs are what
+    the base model has given it for whole rows; see `encoded_inputs`."""
 
     def __post_init__(self) -> None:
+        self._root = self.parts.base if self.root is None else self.root
         self._layers = range(len(self.parts.layers)) if self.layers is None else self.layers
         self._tiles = LayerTiles(self.plan.layer_tile_tokens)
         self._stream: KVStream | None = None
@@ -370,7 +386,7 @@ class ChunkRunner:
         with chunked_attention(context), self.around_layers(), noise:
             try:
                 inputs = self._with_cache(inputs, start, end)
-                output = self.parts.base(**inputs, return_dict=True)
+                output = self._root(**inputs, return_dict=True)
             finally:
                 # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
                 self._cancel()
@@ -383,7 +399,7 @@ class ChunkRunner:
         """Return the base model's arguments, with the cache of states where it has any."""
         if self._cache is None:
             return {**inputs, "use_cache": False}
-        if "position_ids" not in self.parts.base_arguments():
+        if self.root is None and "position_ids" not in self.parts.base_arguments():
             inputs.pop("position_ids")
         inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"], start, end)
         return {**inputs, self.parts.cache_argument(): self._cache, "use_cache": True}

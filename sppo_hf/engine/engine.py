@@ -34,6 +34,7 @@ from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import as_current_device
+from sppo_hf.engine.encoded_inputs import EncodedInputs, encode, encoded_bytes
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.foreign_code import check_foreign_code, check_rotary_hooks
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
@@ -271,6 +272,7 @@ class Engine:
                 *(rows, tokens, device),
                 return_logits=logits.whole,
                 router_loss=call.router_loss,
+                encoded_bytes=encoded_bytes(call) if call.encoder_inputs else (0, 0),
             )
             loss_tiles = self.check_plan(call, plan, whole_logits=bool(CollectedLogits(logits)))
             self.placement.place_as_planned(plan, device)
@@ -382,6 +384,7 @@ class Engine:
         *,
         return_logits: bool = False,
         router_loss: bool = False,
+        encoded_bytes: tuple[int, int] = (0, 0),
     ) -> Plan:
         """The plan for batches of this shape; made and shown at the first call, then reused.
 
@@ -395,6 +398,7 @@ class Engine:
             *(batch_rows, total_tokens, device, self.observer),
             return_logits=return_logits,
             router_loss=router_loss,
+            encoded_bytes=encoded_bytes,
         )
 
     def shape(self) -> ModelShape:
@@ -542,6 +546,8 @@ class ForwardStep:
         )
         self._heap: HeapWatch | None = None
         """Frees heap memory on a CPU."""
+        self._encoded: EncodedInputs | None = None
+        """The text decoder's inputs, if some are images or sound."""
 
     def run(self) -> Any:
         """Run the layers, then head and loss; returns what the model's forward would.
@@ -560,6 +566,8 @@ class ForwardStep:
         )
         engine.plans.warm_up_attention(step, call.device, engine.observer)
         with engine.placement.loaded(backward_follows=torch.is_grad_enabled(), log=self._log):
+            if call.encoder_inputs:
+                self._encoded = encode(call)
             self._heap = HeapWatch.of_step(plan, self._parts.causal_lm.parameters())
             standard = self._parts.causal_lm.loss_function is ForCausalLMLoss
             output: Any
@@ -689,12 +697,12 @@ class ForwardStep:
         If ranks share the sequence, C counts this rank's tokens, or all with `whole_chunks`.
         """
         engine, call, layout, plan = self.engine, self.call, self.layout, self.plan
-        positions = call.positions()
+        inputs, encoded = self._inputs(), self._encoded
         runner = ChunkRunner(
             self._parts,
             plan,
             rows=layout.spans(*group),
-            last_position=positions.max().view(1, 1),
+            last_position=inputs.position_ids.max().view(1, 1),
             choose_backend=engine.plans.choose_backend,
             counters=engine.counters,
             offload=engine.offload,
@@ -705,14 +713,14 @@ class ForwardStep:
             heap=self._heap,
             has_states=self._has_states,
             is_sharded=self._is_sharded,
+            root=None if encoded is None else self._parts.decoder,
         )
-        constants = call.constants | call.router_switch
-        inputs = ChunkInputs(self._inputs(), positions, constants).rows(*group)
+        inputs = inputs.rows(*group)
         skip_padding &= layout.used_tokens > 0 and not self._runs_all_chunks
         stop = layout.used_tokens if skip_padding else call.total_tokens
         chunks = runner.run(inputs, stop_token=stop, timer=self.timer)
         for chunk, output in chunks:
-            engine.head.output_class = type(output)
+            engine.head.output_class = type(output) if encoded is None else encoded.output_class
             hidden_BCD = output.last_hidden_state
             if router_loss is not None:
                 router_loss.add(
@@ -726,13 +734,16 @@ class ForwardStep:
         if backward_next:  # the last chunk's loss is done, so its logits are freed
             runner.start_backward()
 
-    def _inputs(self) -> dict[str, Tensor]:
-        """Tensors that chunks are slices of: tokens, or their embeddings."""
+    def _inputs(self) -> ChunkInputs:
+        """Inputs of whole rows that chunks are slices of: tokens, or their embeddings."""
+        if self._encoded is not None:
+            return self._encoded.inputs
         call, embedded = self.call, self._parts.embed_sequence(self.call.tokens)
-        if embedded is None:
-            return call.tokens
-        others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
-        return {"inputs_embeds": embedded, **others}
+        tokens = call.tokens
+        if embedded is not None:
+            others = {name: x for name, x in call.tokens.items() if name != "input_ids"}
+            tokens = {"inputs_embeds": embedded, **others}
+        return ChunkInputs(tokens, call.positions(), call.constants | call.router_switch)
 
 
 _OUT_OF_MEMORY_TEXTS = (

@@ -261,7 +261,7 @@ class ForwardCall:
                 f"{name}: {self.cache} together with labels (as in prefix tuning) is not "
                 "supported in chunked training. Use LoRA, or revert the model."
             )
-        self._refuse_other_modalities(name)
+        self._read_other_modalities(name)
         if self.batch_rows == 0 or self.total_tokens == 0:
             raise ConfigError(
                 f"{name}: the batch is empty ({self.batch_rows} rows of {self.total_tokens} "
@@ -289,19 +289,35 @@ class ForwardCall:
         tables = self.parts.decoder.children()
         return any(getattr(table, "mrope_section", None) for table in tables)
 
-    def _refuse_other_modalities(self, name: str) -> None:
-        """Refuse inputs other than text, and drop those that mark all tokens as text."""
-        is_multimodal = self.parts.is_multimodal
-        for argument, value in [*self.tokens.items(), *self.constants.items()]:
-            if is_multimodal and argument in _MODALITIES and isinstance(value, Tensor):
-                if self._marks_text_only(argument, value):
+    @property
+    def encoder_inputs(self) -> dict[str, Any]:
+        """Inputs for the encoders of a multimodal model, and those that mark tokens as theirs."""
+        if not self.parts.is_multimodal:
+            return {}
+        return {
+            argument: value
+            for argument, value in [*self.tokens.items(), *self.constants.items()]
+            if (argument in _MODALITIES or is_of_encoders(argument)) and not is_switch(value)
+        }
+
+    def _read_other_modalities(self, name: str) -> None:
+        """Drop what marks all tokens as text, and refuse inputs that no encoder of the model reads.
+
+        If there are inputs for encoders, they get all arguments; see `encoded_inputs`.
+        """
+        given = self.encoder_inputs
+        if not any(map(is_of_encoders, given)):
+            for argument, value in given.items():
+                if isinstance(value, Tensor) and self._marks_text_only(argument, value):
                     self.tokens.pop(argument, None)
                     self.constants.pop(argument, None)
-                    continue
-                seen = "marks tokens that are not text"
-            elif isinstance(value, Tensor) and any(word in argument for word in _OTHER_INPUTS):
+        if self.encoder_inputs:
+            return
+        is_multimodal = self.parts.is_multimodal
+        for argument, value in [*self.tokens.items(), *self.constants.items()]:
+            if isinstance(value, Tensor) and is_of_encoders(argument):
                 seen = "holds images or sound"
-            elif is_multimodal and argument in self.constants and not _is_switch(value):
+            elif is_multimodal and argument in self.constants and not is_switch(value):
                 seen = "cannot be sliced along the tokens"
             else:
                 continue
@@ -436,7 +452,13 @@ def _switched_on(parts: ModelParts, given: dict[str, Any]) -> tuple[str, ...]:
     return (*(name for name, value in given.items() if value), *fields)
 
 
-def _is_switch(value: object) -> bool:
+def is_of_encoders(argument: str) -> bool:
+    """Whether an argument, by its name, is for encoders of images, video or sound."""
+    return any(word in argument for word in _OTHER_INPUTS)
+
+
+def is_switch(value: object) -> bool:
+    """Whether an argument is a plain value, which means the same for every chunk."""
     return isinstance(value, (bool, int, float, str))
 
 

@@ -37,8 +37,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.forward_calls import ForwardCall
@@ -69,8 +69,18 @@ def call_facts(call: ForwardCall, config: SPPOConfig) -> dict[str, int]:
         "sum of labels": 0 if labels is None else int(labels.sum()),
         "training": int(torch.is_grad_enabled()),
         "router loss": int(call.router_loss),
+        "images or sound": _checksum(call.encoder_inputs),
         "settings": settings_checksum(config),
     }
+
+
+def _checksum(inputs: Mapping[str, Any]) -> int:
+    """Return a checksum of arguments, by the bytes of tensors and the text of others."""
+    seen = [
+        (name, int(x.contiguous().view(-1).view(torch.uint8).sum()) if isinstance(x, Tensor) else x)
+        for name, x in sorted(inputs.items())
+    ]
+    return zlib.crc32(repr(seen).encode()) if seen else 0
 
 
 def settings_checksum(config: SPPOConfig) -> int:
@@ -195,29 +205,39 @@ def gather_of_sharded(numbers: tuple[int, ...], parameter: Any) -> dict[int, tup
     return {rank: tuple(row) for rank, row in zip(ranks, gathered.tolist(), strict=True)}
 
 
-def check_chunk_counts(by_rank: Mapping[int, tuple[int, ...]]) -> int:
-    """Refuse plans of other numbers of chunks where FSDP2 shards the model.
+def check_replicas(by_rank: Mapping[int, tuple[int, ...]]) -> int:
+    """Refuse batches and plans for which FSDP2 would gather weights more often on some ranks.
 
     Calls of the final norm and of the head, which may be gathered together, pair up in FSDP2's
     bookkeeping. So ranks must call the head as often in each chunk, too.
 
     Args:
-        by_rank: Each rank's number of chunks, the number of groups of rows that it runs in, and the
-            number of tiles of its loss in the chunk that has most.
+        by_rank: Each rank's number of chunks, the number of groups of rows that it runs in, the
+            number of tiles of its loss in the chunk that has most, and whether it runs sharded
+            encoders of images or sound.
 
     Returns:
         The number of tiles that the loss of each chunk must have.
 
     Raises:
-        PipelineError: The numbers differ, as all ranks that have gathered them see.
+        PipelineError: They differ, as all ranks that have gathered them see.
     """
-    if len({chunks * groups for chunks, groups, _ in by_rank.values()}) == 1:
-        return max(tiles for _, _, tiles in by_rank.values())
-    seen = ", ".join(f"{c * groups} on rank {rank}" for rank, (c, groups, _) in by_rank.items())
+    encoding = [str(rank) for rank, (*_, encodes) in by_rank.items() if encodes]
+    if 0 < len(encoding) < len(by_rank):
+        others = ", ".join(str(rank) for rank in by_rank if str(rank) not in encoding)
+        raise PipelineError(
+            "FSDP2 gathers the weights of encoders where they run, for which all ranks wait, and "
+            f"there are images or sound on rank {', '.join(encoding)}, but not on rank {others}. "
+            "Allowed: on all ranks, or on none. Remedy: sort or mix the rows so, or leave the "
+            "encoders' layers out of those that FSDP2 wraps (transformer_layer_cls_to_wrap)."
+        )
+    if len({chunks * groups for chunks, groups, *_ in by_rank.values()}) == 1:
+        return max(tiles for _, _, tiles, _ in by_rank.values())
+    seen = ", ".join(f"{c * groups} on rank {rank}" for rank, (c, groups, *_) in by_rank.items())
     raise PipelineError(
         "FSDP2 gathers the weights of every layer once for each chunk, for which all ranks "
         f"wait, and they are about to run different numbers of chunks: {seen}. Allowed: the "
-        f"same number. Remedy: num_chunks={max(c for c, _, _ in by_rank.values())} instead of "
+        f"same number. Remedy: num_chunks={max(c for c, *_ in by_rank.values())} instead of "
         "chunk_tokens or 'auto', which cuts rows of all lengths into as many; with "
         "micro_batch_size, as many rows for each rank."
     )

@@ -27,7 +27,7 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.chunk_runner import ChunkRunner
 from sppo_hf.engine.engine import Engine, chunk_labels, labelled_chunks
 from sppo_hf.engine.family_guard import WITHOUT_ROUTER_LOSS, check_router_loss
-from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
+from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, is_of_encoders, read_call
 from sppo_hf.engine.loss import RouterLoss, divide_loss
 from sppo_hf.engine.model_parts import (
     ModelParts,
@@ -116,6 +116,14 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
             "Remedy: drop return_logits."
         )
     call.refuse_unsupported(name)
+    if call.encoder_inputs:
+        argument = max(call.encoder_inputs, key=is_of_encoders)
+        raise ConfigError(
+            f"{name} is cut into {config.pp_size} stages (pp_size), where {argument} is not "
+            "supported: only the first one has encoders of images or sound, and all would need "
+            "what these say of positions. Remedy: pp_size=1 (with FSDP2, or sp_size), or batches "
+            "of text."
+        )
 
 
 _BACKWARDS = ("B", "I")

@@ -32,9 +32,10 @@ from transformers.modeling_outputs import ModelOutput
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import model_shape
+from sppo_hf.engine.encoded_inputs import encoders
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.engine.model_parts import ModelParts
+from sppo_hf.engine.model_parts import ModelParts, are_sharded
 from sppo_hf.engine.plan_cache import trainable_mask
 from sppo_hf.engine.recurrent_state import mixers_of
 from sppo_hf.engine.sequence_group import (
@@ -48,7 +49,7 @@ from sppo_hf.errors import BudgetError, ConfigError, PipelineError, UnsupportedM
 from sppo_hf.pipeline.agreement import (
     call_facts,
     check_agreement,
-    check_chunk_counts,
+    check_replicas,
     gather,
     gather_of_sharded,
     make_on_all_ranks,
@@ -332,24 +333,40 @@ def check_shareable_sequences(parts: ModelParts, sp_size: int) -> None:
     check_heads(math.gcd(*heads), sp_size, parts.name)
 
 
+def gathers_of(
+    engine: Engine, call: ForwardCall, plan: Plan, *, whole_logits: bool
+) -> tuple[int, int, int, int]:
+    """Return what says how often a call gathers sharded weights, for `check_replicas`."""
+    encodes = bool(call.encoder_inputs) and are_sharded(encoders(engine.parts))
+    return (
+        plan.num_chunks,
+        sum(1 for _ in call.row_groups(engine.config)),
+        engine.most_loss_tiles(call, plan, whole_logits=whole_logits),
+        int(encodes),
+    )
+
+
 class ReplicaEngine(Engine):
     """The engine of a model with sequences of this rank's own, which FSDP2 may shard."""
 
     def check_plan(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
-        """Refuse a plan of fewer or more chunks than other ranks run, where FSDP2 shards.
+        """Refuse what would gather weights more often on some ranks, where FSDP2 shards.
 
         Raises:
             PipelineError: On all ranks.
         """
-        if plan.order == "by_layer" or not self.parts.is_sharded():
+        if not self.parts.is_sharded():
             return 1
         parameters = self.parts.causal_lm.parameters()
         sharded = next((p for p in parameters if hasattr(p, "device_mesh")), None)
         if sharded is None:
             return 1  # all are gathered, and stay so (`set_reshard_after_backward(False)`)
-        tiles = self.most_loss_tiles(call, plan, whole_logits=whole_logits)
-        own = plan.num_chunks, sum(1 for _ in call.row_groups(self.config)), tiles
-        return check_chunk_counts(gather_of_sharded(own, sharded))
+        own = gathers_of(self, call, plan, whole_logits=whole_logits)
+        if plan.order == "by_chunk":
+            return check_replicas(gather_of_sharded(own, sharded))
+        if are_sharded(encoders(self.parts)):
+            check_replicas(gather_of_sharded((1, 1, 1, own[-1]), sharded))
+        return 1
 
 
 class SequenceParallelEngine(Engine):
@@ -381,18 +398,17 @@ class SequenceParallelEngine(Engine):
         return fresh
 
     def check_plan(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
-        """Refuse a plan of fewer or more chunks than other replicas run, where FSDP2 shards.
+        """Refuse what would gather weights more often on some replicas, where FSDP2 shards.
 
         Raises:
             PipelineError: On all ranks.
         """
         if not self.parts.is_sharded():
             return 1
-        tiles = self.most_loss_tiles(call, plan, whole_logits=whole_logits)
+        own = gathers_of(self, call, plan, whole_logits=whole_logits)
         if self.mesh.dp_size == 1:
-            return tiles
-        own = plan.num_chunks, sum(1 for _ in call.row_groups(self.config)), tiles
-        return check_chunk_counts(gather(own, self.mesh.replica_control_group))
+            return own[2]
+        return check_replicas(gather(own, self.mesh.replica_control_group))
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         self._num_calls += 1

@@ -704,18 +704,7 @@ def fixed_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
         ended = points.arrange(0, 0, shares[::-1])
     # The step ends; bytes of the optimizer's update are not counted.
     device[Cause.GRADIENTS] = _level_of_changes(before, points.arrange(0, 0, shares), ended)
-    if points.by_layer:
-        device[Cause.HIDDEN] = _hidden_states_level(tables)
-    elif points.training:
-        waiting, embedded, embedded_back = tables.hidden
-        freed = nothing.copy()
-        freed[:, 0] = waiting
-        allocated = points.arrange(0, waiting, 0)
-        allocated[0] += embedded
-        allocated[points.num_forward] += embedded_back - embedded
-        freed = points.arrange(0, 0, freed)
-        freed[-1] += embedded_back
-        device[Cause.HIDDEN] = _level_of_changes(0, allocated, freed)
+    _add_hidden_states(device, tables)
     for cause, table in tables.until_backward.items():
         if table.any():
             held = tables.of_layers(table)
@@ -732,6 +721,28 @@ def fixed_levels(tables: ByteTables) -> dict[Tier, dict[Cause, Level]]:
     return levels
 
 
+def _add_hidden_states(device: dict[Cause, Level], tables: ByteTables) -> None:
+    """Adds the level of hidden states: by chunk those at the final norm and the loss."""
+    points = tables.points
+    if points.by_layer:
+        device[Cause.HIDDEN] = _hidden_states_level(tables)
+    elif points.training:
+        waiting, embedded, embedded_back = tables.hidden
+        freed = np.zeros((points.num_chunks, points.num_layers), dtype=np.int64)
+        freed[:, 0] = waiting
+        allocated = points.arrange(0, waiting, 0)
+        allocated[0] += embedded
+        allocated[points.num_forward] += embedded_back - embedded
+        freed = points.arrange(0, 0, freed)
+        freed[-1] += embedded_back
+        device[Cause.HIDDEN] = _level_of_changes(0, allocated, freed)
+    if any(tables.shape.encoded_bytes):
+        forward, backward = tables.shape.encoded_bytes
+        # By layer the gradient of embeddings is that of the first layer's input.
+        backward = 0 if points.by_layer else backward
+        _add(device, Cause.HIDDEN, _held(points.arrange(forward, forward, backward)))
+
+
 def _hidden_states_level(tables: ByteTables) -> Level:
     """Returns the level of hidden states of all tokens by layer: inputs, outputs and gradients.
 
@@ -742,7 +753,11 @@ def _hidden_states_level(tables: ByteTables) -> Level:
     points, sizes = tables.points, tables.hidden_states
     beside = tables.per_layer_inputs
     two = 2 * int(sizes.sum()) + beside
-    during = points.arrange(two, two + np.cumsum(sizes) * points.training, two + beside)
+    return _held(points.arrange(two, two + np.cumsum(sizes) * points.training, two + beside))
+
+
+def _held(during: Bytes) -> Level:
+    """Returns the level of what is there within a step only, [points]."""
     return Level(0, during, np.append(np.minimum(during[:-1], during[1:]), 0))
 
 

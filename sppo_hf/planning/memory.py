@@ -835,7 +835,7 @@ class ByteTables:
         shape = self.shape
         token_bytes = self.training * self.rows * shape.hidden_size * shape.dtype_bytes
         whole = 0
-        if self.device_kind == "cpu" and shape.embedding_trained:
+        if self.device_kind == "cpu" and shape.embedding_trained and not any(shape.encoded_bytes):
             whole = token_bytes * int(self.ends[-1])
         held = 2 if shape.head_width is None else 1 + 2 * self._sp
         return held * token_bytes * self.lengths, whole, 2 * whole

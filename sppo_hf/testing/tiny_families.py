@@ -312,6 +312,7 @@ _AXES = {"rope_parameters": _rope("default", mrope_section=[1, 1, 2])}
 _HALF_AXES = {
     "rope_parameters": _rope("default", mrope_section=[0, 1, 1], partial_rotary_factor=0.5)
 }
+_DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
 _THREE_AXES = "multimodal, three axes of positions"
 
 _MULTIMODAL = {
@@ -354,8 +355,8 @@ _MULTIMODAL = {
             "layer_types": _MIXED_3,
         },
     ),
-    "qwen3_vl": _family(_THREE_AXES, text_config=_AXES),
-    "qwen3_vl_moe": _family(_THREE_AXES, text_config=_AXES),
+    "qwen3_vl": _family(_THREE_AXES, text_config=_AXES, vision_config=_DEEPSTACK),
+    "qwen3_vl_moe": _family(_THREE_AXES, text_config=_AXES, vision_config=_DEEPSTACK),
     "glm4v": _family(_THREE_AXES, text_config=_AXES),
     "glm46v": _family(_THREE_AXES, text_config=_AXES),
     "glm_ocr": _family(_THREE_AXES, text_config=_AXES),

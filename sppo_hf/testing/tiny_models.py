@@ -11,7 +11,9 @@ with the names of the settings that make it large.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import math
 import operator
 import sys
@@ -127,7 +129,8 @@ _SIZES: Mapping[str, Any] = {
     "encoder_hash_byte_group_vocab": VOCAB_SIZE,
     "shape_vocab_size": VOCAB_SIZE,
     "pronunciation_vocab_size": VOCAB_SIZE,
-    # Encoders of images, which no batch of text runs.
+    # Encoders of images.
+    "mm_tokens_per_image": 4,
     "depth": 2,
     "out_hidden_size": 32,
     # Per-layer embeddings of the Gemma 3n/4 line.
@@ -135,6 +138,8 @@ _SIZES: Mapping[str, Any] = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "num_kv_shared_layers": 0,
 }
+_PATCHES = 4
+"""Patches along a side of a tiny image."""
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -168,6 +173,11 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
             if "vocab_size" in settings[name] and "pad_token_id" in settings[name]:
                 # Multimodal models embed it in place of image tokens.
                 settings[name]["pad_token_id"] = 0
+    if original.get("patch_size") and original.get("image_size"):
+        sides = original["image_size"], original["patch_size"]
+        several = isinstance(sides[0], (list, tuple))
+        side = _PATCHES * _first_of(sides[1])
+        settings["image_size"] = [side] * len(sides[0]) if several else side
     for name in _TOKEN_IDS:
         if name in original:
             settings[name] = None if _optional(config, name) else 0
@@ -177,6 +187,10 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
     if isinstance(rope, dict):
         settings["rope_parameters"] = _shrink_rope(rope)
     return settings
+
+
+def _first_of(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) else value
 
 
 def _shrink_heads(original: Mapping[str, Any]) -> dict[str, Any]:
@@ -656,6 +670,89 @@ def make_batch(
             predicted = mask & ((at > start) | (start == 0))
             batch["labels"] = batch["labels"].masked_fill(~predicted, -100)
     return batch
+
+
+def add_images(
+    model: PreTrainedModel, batch: Mapping[str, torch.Tensor], *, images: int = 2, seed: int = 0
+) -> dict[str, Any]:
+    """A batch of `make_batch` with random images, one after the other in turn in its rows.
+
+    Each has its tokens, of a type of their own in `model.config`, which have no labels. They begin
+    behind the first token, and there are five tokens of text between two images of a row.
+
+    Raises:
+        ConfigError: how the model takes images was not found out, or rows are too short for them.
+    """
+    pixels, tokens = _find_pixels(model, images, seed)
+    ids, labels = batch["input_ids"].clone(), batch["labels"].clone()
+    if len(ids[0]) < (need := 1 + -(-images // len(ids)) * (tokens + 5)):
+        raise ConfigError(f"tokens is {len(ids[0])}; {images} images of {tokens} need {need}")
+    owner = model.config
+    names = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+    for name in names:
+        if hasattr(owner, name):
+            setattr(owner, name, IMAGE_TOKEN)
+    ids[ids == IMAGE_TOKEN] += 1
+    # Not in padding, which may be on the left.
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    begins = mask.argmax(1).tolist()
+    for image in range(images):
+        row, at = image % len(ids), image // len(ids)
+        begin = begins[row] + 1 + at * (tokens + 5)
+        ids[row, begin : begin + tokens] = IMAGE_TOKEN
+        labels[row, begin : begin + tokens] = -100
+    with_types = {**batch, **pixels, "input_ids": ids, "labels": labels}
+    if "mm_token_type_ids" in inspect.signature(model.base_model.forward).parameters:
+        with_types["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    return with_types
+
+
+IMAGE_TOKEN = 3
+"""Stands for a part of an image in the batches of `add_images`."""
+
+
+def _find_pixels(
+    model: PreTrainedModel, images: int, seed: int
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Images in the first form that the model's encoder takes, and tokens for each of them."""
+    base: Any = model.base_model
+    names = inspect.signature(base.forward).parameters
+    vision = getattr(model.config, "vision_config", None)
+    if vision is None or not hasattr(base, "get_image_features"):
+        raise ConfigError(f"{type(model).__name__} has no encoder of images that is known")
+    patch = _first_of(getattr(vision, "patch_size", _PATCHES))
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(model.dtype)
+
+    forms: list[dict[str, torch.Tensor]] = []
+    if "image_grid_thw" in names:
+        side = 2 * getattr(vision, "spatial_merge_size", 2)
+        grid = torch.tensor([[1, side, side]] * images)
+        frames = getattr(vision, "temporal_patch_size", 1)
+        for patches in ((3 * frames * patch**2,), (3, patch, patch)):
+            pixels = random(images * side * side, *patches)
+            forms.append({"pixel_values": pixels, "image_grid_thw": grid})
+    if "image_position_ids" in names:
+        side = 2 * getattr(vision, "pooling_kernel_size", 1)
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+        pixels = random(images, side * side, 3 * patch**2)
+        forms.append({"pixel_values": pixels, "image_position_ids": places.repeat(images, 1, 1)})
+    side = _first_of(getattr(vision, "image_size", None)) or 2 * _PATCHES * patch
+    for shape in ((images, 3, side, side), (1, images, 3, side, side)):
+        forms.append({"pixel_values": random(*shape)})
+        forms.append({**forms[-1], "image_sizes": torch.tensor([[side, side]] * images)})
+    for form in forms:
+        # Other models' forms raise any error.
+        with contextlib.suppress(Exception), torch.no_grad():
+            found = base.get_image_features(**form, return_dict=True)
+            found = getattr(found, "pooler_output", found)
+            found = torch.cat(list(found)) if isinstance(found, (list, tuple)) else found
+            tokens, rest = divmod(found.numel() // found.shape[-1], images)
+            if not rest:
+                return form, tokens
+    raise ConfigError(f"{type(model).__name__} takes images in no form that is known")
 
 
 def batch_for(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""Multimodal checkpoints as they load, trained on batches of text; other batches are refused.
+"""Multimodal checkpoints as they load, trained on batches of text, and of text with images.
 
-Losses and gradients of every family are compared in `test_exactness`; here is what only multimodal
-models have: encoders that no batch of text runs, types of tokens, positions with several axes.
+Losses and gradients of every family on text are compared in `test_exactness`; here is what only
+multimodal models have: encoders, types of tokens, positions with several axes.
 """
 
+import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,16 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine.attention_interface import is_causal_with
-from sppo_hf.engine.convert import convert, revert
+from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.trace_profile import trace_config
+from sppo_hf.errors import SPPOError, UnsupportedModelError
 from sppo_hf.planning.config_file import check_config, load_config
 from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.testing.exactness import compare
-from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
-from tests.sweeps import pairs, turn
+from sppo_hf.testing.exactness import compare, float64_everywhere
+from sppo_hf.testing.tiny_models import add_images, add_lora, build_tiny_model, make_batch
+from tests.sweeps import ALL, pairs, turn
 
 SETTINGS = SPPOConfig(
     chunk_lengths=(9, 1, 13), recompute="full", min_offload_size=1, show_plan=False
@@ -76,22 +80,177 @@ def test_settings_of_a_user(name: str, scenario: str) -> None:
     assert report.exact, str(report)
 
 
+# By grid and by size, in several orders of axes; with DeepStack; with states; with experts.
+IMAGES = ("llava", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "smolvlm")
+IMAGES += ("glm4v", "qwen2_vl", "qwen3_vl_moe", "paddleocr_vl", "glm46v", "glm_ocr", "glm4v_moe")
+KEPT: dict[str, Any] = {
+    "recomputed": {"recompute": "full"},
+    "offloaded": {"recompute": "none", "offload": "full", "min_offload_size": 1},
+    "selected": {"recompute": "selective"},
+}
+
+
+def _with_images(model: Any, *, rows: int = 2, images: int = 3, **options: Any) -> dict[str, Any]:
+    return add_images(model, make_batch(rows=rows, tokens=60, **options), images=images)
+
+
 @pytest.mark.parametrize(
-    ("name", "argument", "value"),
+    ("name", "order", "kept"),
+    pairs(IMAGES if ALL else IMAGES[:7], ("by_chunk", "by_layer"), list(KEPT)),
+)
+def test_images_are_exact(name: str, order: str, kept: str) -> None:
+    """The encoders train too: their gradients are among those that are compared."""
+    model = build_tiny_model(name)
+    settings: dict[str, Any] = {**KEPT[kept], "order": order, "num_chunks": 5, "show_plan": False}
+    batch = _with_images(model, padding=(0, 7))
+    report = compare(model, batch, SPPOConfig(**settings))
+    assert report.exact, str(report)
+
+
+_SCENARIOS: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "left padding": {"left_padding": (5, 0)},
+    "rows by themselves": {"padding": (4, 0)},
+    "lora": {},
+    "frozen encoder": {},
+    "packed": {"rows": 1},
+    "one-token chunks": {"rows": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario"),
     [
-        ("gemma3", "pixel_values", torch.zeros(1, 3, 8, 8)),
-        ("gemma3", "token_type_ids", torch.tensor([[0] * 20 + [1] * 3])),
-        ("gemma4", "input_features", torch.zeros(1, 23, 8)),
-        ("gemma4", "mm_token_type_ids", torch.tensor([[0] * 20 + [2] * 3])),
-        ("qwen3_vl", "pixel_values_videos", torch.zeros(16, 12)),
-        ("qwen3_vl", "image_grid_thw", torch.ones(1, 3, dtype=torch.long)),
+        (name, scenario)
+        for index, name in enumerate(["qwen3_vl", "mistral3"])
+        for scenario in turn(list(_SCENARIOS), 4, index)
     ],
 )
-def test_inputs_other_than_text_are_refused_by_name(name: str, argument: str, value: Any) -> None:
+def test_images_with_settings_of_a_user(name: str, scenario: str) -> None:
+    model: Any = build_tiny_model(name)
+    batch = _with_images(model, **_SCENARIOS[scenario])
+    settings = SETTINGS.replace(chunk_lengths=None, num_chunks=4)
+    if scenario == "lora":
+        model = add_lora(model)
+    elif scenario == "frozen encoder":
+        for parameter in _encoders(model).values():
+            parameter.requires_grad_(False)
+    elif scenario == "packed":
+        # Documents with an image each; what a row counts is left to the caller.
+        batch["use_cache"] = False
+        batch["position_ids"] = torch.cat([torch.arange(40), torch.arange(20)])[None]
+    elif scenario == "rows by themselves":
+        settings = settings.replace(micro_batch_size=1)
+    elif scenario == "one-token chunks":
+        settings = settings.replace(num_chunks=None, chunk_lengths=(1, 1, 1, 56, 1))
+    report = compare(model, batch, settings)
+    assert report.exact, str(report)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_encoders_run_again_only_if_they_train(trained: bool) -> None:
+    """What they would save is not kept until then: their layers' inputs, for one."""
+    model = build_tiny_model("qwen3_vl", dtype=torch.float32)
+    for parameter in _encoders(model).values():
+        parameter.requires_grad_(trained)
+    batch = _with_images(convert(model, SETTINGS.replace(chunk_lengths=None, num_chunks=3)))
+    runs: list[torch.Tensor] = []
+    part = model.model.visual.blocks[1].mlp
+    part.register_forward_pre_hook(lambda _, args: runs.append(args[0]))
+    seen = weakref.WeakSet[torch.Tensor]()
+    loss = model(**batch).loss
+    seen.update(runs)
+    runs.clear()
+    gc.collect()
+    assert not list(seen), "held until backward"
+    loss.backward()
+    # Once for all that the layers need, and each layer by itself for its own backward.
+    assert len(runs) == (2 if trained else 0)
+    found = [p.grad is not None for p in _encoders(model).values()]
+    assert all(found) if trained else not any(found)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_images_in_evaluation_and_without_labels(grad: bool) -> None:
+    """A loss of the caller's own, from logits of whole rows; and the standard one in evaluation."""
+    plain = build_tiny_model("qwen3_vl")
+    batch = _with_images(plain)
+    model = convert(copy.deepcopy(plain), SETTINGS.replace(chunk_lengths=None, num_chunks=3))
+    with float64_everywhere():
+        if grad:
+            del batch["labels"]
+            ours, theirs = model(**batch).logits, plain(**batch).logits
+            ours.square().mean().backward()
+            theirs.square().mean().backward()
+            pairs_of = zip(model.parameters(), plain.parameters(), strict=True)
+            assert all(torch.allclose(p.grad, q.grad, atol=1e-9) for p, q in pairs_of)
+        else:
+            with torch.no_grad():
+                ours, theirs = (m.eval()(**batch).loss for m in (model, plain))
+    assert torch.allclose(ours, theirs, atol=1e-10)
+
+
+def test_a_batch_of_text_between_batches_with_images() -> None:
+    """Plans differ: embeddings of whole rows are held for images only."""
+    plain = build_tiny_model("qwen3_vl")
+    mixed = [_with_images(plain), make_batch(rows=2, tokens=60), _with_images(plain, images=1)]
+    model = convert(copy.deepcopy(plain), SETTINGS.replace(chunk_lengths=None, num_chunks=3))
+    with float64_everywhere():
+        for batch in mixed:
+            losses = [m(**batch).loss for m in (model, plain)]
+            assert torch.allclose(*losses, atol=1e-10)
+            for loss in losses:
+                loss.backward()
+    grads = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.allclose(p.grad, q.grad, atol=1e-9) for p, q in grads)
+    planned = [p.shape.encoded_bytes for p in get_engine(model).plans._plans.values()]
+    # Two tensors are added in layers; gradients of slices are summed beside their sum.
+    held = 3 * 2 * 60 * plain.config.text_config.hidden_size * 8
+    assert sorted(set(planned)) == [(0, 0), (held, 2 * held)]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value", "seen"),
+    [
+        # Tokens of an image, or a whole prefix, see each other in both directions.
+        ("gemma3", "token_type_ids", [[0] * 20 + [1] * 3], "both directions"),
+        ("qwen3_vl", "audio_features", [0.0], "is not read by its Qwen3VLModel"),
+    ],
+)
+def test_other_inputs_are_refused_by_name(name: str, argument: str, value: Any, seen: str) -> None:
     model = convert(build_tiny_model(name, dtype=torch.float32), SETTINGS)
-    with pytest.raises(ConfigError, match=rf"{argument} .*leave {argument} out"):
-        model(**make_batch(), **{argument: value})
+    with pytest.raises(SPPOError, match=rf"{seen}.*leave {argument} out"):
+        model(**make_batch(), **{argument: torch.tensor(value)})
     model(**make_batch()).loss.backward()  # the remedy
+
+
+def test_gemma3_with_images_is_refused_as_its_processor_gives_them() -> None:
+    model = build_tiny_model("gemma3", dtype=torch.float32)
+    convert(model, SETTINGS.replace(chunk_lengths=None, num_chunks=3))
+    batch = _with_images(model)
+    types = (batch["labels"] == -100) & (batch["input_ids"] == model.config.image_token_id)
+    with pytest.raises(UnsupportedModelError, match="in both directions"):
+        model(**batch, token_type_ids=types.long())
+
+
+@pytest.mark.parametrize("without", ["a token of the image", "types of tokens"])
+def test_errors_of_the_model_are_its_own(without: str) -> None:
+    """Of a batch that does not fit together, as without chunks; and the next batch runs."""
+    model = build_tiny_model("qwen3_vl", dtype=torch.float32)
+    batch, plain = _with_images(model), copy.deepcopy(model)
+    convert(model, SETTINGS.replace(chunk_lengths=None, num_chunks=3))
+    wrong = dict(batch)
+    if without == "types of tokens":
+        del wrong["mm_token_type_ids"]
+    else:
+        wrong["input_ids"] = batch["input_ids"].clone()
+        wrong["input_ids"][0, 1] = 7
+    with pytest.raises(Exception) as theirs:  # noqa: PT011
+        plain(**wrong)
+    with pytest.raises(type(theirs.value)) as ours:
+        model(**wrong)
+    assert str(ours.value) == str(theirs.value)
+    model(**batch).loss.backward()
 
 
 @pytest.mark.parametrize(

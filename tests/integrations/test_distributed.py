@@ -129,6 +129,34 @@ def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
 
 
 @needs_fsdp2
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"order": "by_layer"}, "fsdp2"),
+        ({"order": "by_chunk", "num_chunks": 3}, "fsdp2"),
+        ({"sp_size": 2, "num_chunks": 3}, "fsdp2"),
+        ({"num_chunks": 3}, "raw"),
+    ],
+    ids=["by layer", "by chunk", "shared", "ddp"],
+)
+def test_images_on_two_ranks(tmp_path: Path, settings, kind):
+    """Encoders train, sharded by layer; each rank has other images, and one of them a row less."""
+    job = {"kind": kind, "images": [0, 1, 2, 4, 5, 7]}
+    shares = settings.get("sp_size", 1)
+    ours = run_job({**job, "settings": settings, "rows": 2 * shares}, 2, tmp_path / "two")
+    plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
+    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+
+
+@needs_fsdp2
+@pytest.mark.parametrize("order", ["by_layer", "by_chunk"])
+def test_fsdp2_refuses_images_on_some_ranks(tmp_path: Path, order):
+    job = {"kind": "fsdp2", "images": [1], "rows": 1, "settings": {"order": order, "num_chunks": 2}}
+    seen = run_job(job, 2, tmp_path)
+    assert "images or sound on rank 1, but not on rank 0. Allowed" in seen["refused"]
+
+
+@needs_fsdp2
 def test_fsdp2_by_chunk_refuses_other_numbers_of_chunks(tmp_path: Path):
     """Ranks gather all weights for every chunk, so one with more chunks would wait forever."""
     settings = {"order": "by_chunk", "chunk_tokens": 8}

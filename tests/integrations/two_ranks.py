@@ -38,6 +38,7 @@ from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.errors import PipelineError, SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.exactness import float64_everywhere
+from sppo_hf.testing.tiny_models import IMAGE_TOKEN, add_images, build_tiny_model
 from tests.integrations.training import (
     ROW_TOKENS,
     let_fsdp_run_on_cpus,
@@ -115,7 +116,8 @@ def _write_slowly(save: Callable[[Trainer, str], None]) -> Callable[[Trainer, st
 def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
     """Train by a raw loop under FSDP2 on several ranks, or plainly on one.
 
-    With "lengths" the rows of a step have these, and with "pads" all ranks pad theirs alike.
+    With "lengths" the rows of a step have these, and with "pads" all ranks pad theirs alike. With
+    "images" the model is a Qwen3-VL, of whose rows these have an image each.
     """
     sharding = None
     if job["kind"] == "fsdp2" and PartialState(cpu=True).num_processes > 1:
@@ -123,12 +125,18 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         sharding = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            transformer_cls_names_to_wrap=["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]
+            if "images" in job
+            else ["LlamaDecoderLayer"],
             state_dict_type="SHARDED_STATE_DICT",
         )
     on_cpu = job["kind"] == "raw"
     accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=sharding, parallelism_config=plugin)
     model: nn.Module = make_model(tie_word_embeddings=job.get("tied", False))
+    rows = make_rows(32)
+    if "images" in job:
+        model = build_tiny_model("qwen3_vl", dtype=torch.float32)
+        rows = [_with_image(model, row, index in job["images"]) for index, row in enumerate(rows)]
     model = _lora(model) if job.get("lora") else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     shares = 1 if plugin is None else plugin.config.sharing_ranks
@@ -136,7 +144,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     steps = 4 * accelerator.num_processes // shares
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    rows, rank, ranks = make_rows(32), accelerator.process_index, accelerator.num_processes
+    rank, ranks = accelerator.process_index, accelerator.num_processes
     history, gathered = [], _note_all_gathers()
     # Ranks of a pipeline, and of a shared sequence, see the same rows.
     rank, ranks = rank // shares, ranks // shares
@@ -149,7 +157,15 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         if "lengths" in job:
             batch = _pad(picked, whole=job.get("pads", False))
         else:
-            batch = {name: torch.stack([row[name] for row in picked]) for name in picked[0]}
+            names = {name for row in picked for name in row}
+            # Patches of images are one behind the other, whichever row they are of.
+            join = {
+                name: torch.cat if "image" in name or "pixel" in name else torch.stack
+                for name in names
+            }
+            batch = {
+                name: join[name]([row[name] for row in picked if name in row]) for name in names
+            }
         items = sum(int((row["labels"][1:] != -100).sum()) for row in everywhere)
         # Every rank divides by the items of all; gradients are averaged over ranks (or replicas).
         try:
@@ -174,6 +190,15 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "weights": _sums(accelerator, model),
         "rank": accelerator.process_index,
     }
+
+
+def _with_image(model: Any, row: dict[str, torch.Tensor], has_one: bool) -> dict[str, torch.Tensor]:
+    row["input_ids"][row["input_ids"] == IMAGE_TOKEN] += 1
+    if not has_one:
+        return {**row, "mm_token_type_ids": torch.zeros_like(row["input_ids"])}
+    batch = {name: x[None] for name, x in row.items()}
+    found = add_images(model, batch, images=1, seed=int(row["input_ids"][0]))
+    return {name: x if "image" in name or "pixel" in name else x[0] for name, x in found.items()}
 
 
 def _pad(rows: list[dict[str, torch.Tensor]], *, whole: bool) -> dict[str, torch.Tensor]:

@@ -51,6 +51,7 @@ from sppo_hf.testing.exactness import (
     reference_attention,
 )
 from sppo_hf.testing.tiny_models import (
+    add_images,
     add_lora,
     batch_for,
     build_tiny_classifier,
@@ -177,6 +178,8 @@ def make_batches(case: Case, model: nn.Module, replica: int) -> list[dict[str, A
             start, end = case["labels"]
             batch["labels"][:, :start] = -100
             batch["labels"][:, end:] = -100
+        if "images" in case:
+            batch = add_images(find_causal_lm(model), batch, images=case["images"], seed=seed)
         batches.append(batch_for(find_causal_lm(model), batch))
     if case.get("items"):
         items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)

@@ -14,6 +14,7 @@ import torch
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import convert, get_engine
+from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.layer_kernels import restore_layers
 from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.step_observer import StepRecord
@@ -26,12 +27,13 @@ from sppo_hf.pipeline.pipeline_engine import (
     PreparedStep,
     _check_router_schedule,
     _micro_batches,
+    refuse_call,
 )
 from sppo_hf.pipeline.step_schedule import step_schedule
 from sppo_hf.planning.model_shape import forward_flops, step_flops
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.measured_timeline import ActionRecord
-from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from sppo_hf.testing.tiny_models import add_images, add_lora, build_tiny_model, make_batch
 from tests.planning.shapes import tiny_shape
 
 
@@ -95,6 +97,15 @@ def test_embeddings_that_need_a_gradient(leaf: bool) -> None:
         given = inputs.detach() if allowed is torch.enable_grad else inputs
         with allowed(), pytest.raises(AssertionError, match="went on to run"):
             model(inputs_embeds=given, **batch)
+
+
+def test_images() -> None:
+    config = SPPOConfig(pp_size=2)
+    model = build_tiny_model("qwen3_vl")
+    batch = add_images(model, make_batch(tokens=40))
+    call = read_call(find_parts(model), model.forward, (), batch)
+    with pytest.raises(ConfigError, match=r"2 stages.*pixel_values is not.*Remedy: pp_size=1"):
+        refuse_call(find_parts(model), config, call)
 
 
 def test_other_losses() -> None:

@@ -81,6 +81,8 @@ MODELS = [
     case_of("shared keys", "gemma3n_text"),
     case_of("rows are classified", "llama ForSequenceClassification", padding=[0, 9]),
     case_of("tokens are classified", "qwen3_moe ForTokenClassification", lora=True),
+    case_of("images", "qwen3_vl", images=3, padding=[0, 9]),
+    case_of("images, LoRA", "mistral3", images=3, lora=True),
 ]
 ZB, HELD = {"pp_schedule": "zb_seq1f1b"}, {"reduces": False}
 # Both rows at a time; other cases have one after the other.

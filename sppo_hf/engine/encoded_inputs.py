@@ -1,0 +1,230 @@
+"""What a multimodal model gives its text decoder for rows with images, video or sound.
+
+The model's own code runs once, as far as the decoder: encoders, and the embedding of all tokens,
+into which it puts what they return. Chunks are then slices of what the decoder was given, and call
+the decoder instead of the base model. Its attention must be causal: a model that builds another
+mask for images is refused.
+
+[Note: trained encoders] What they would save for backward, often more than all text, is not kept.
+They run once more when the backward of all chunks has ended, layer by layer where their layers
+support it (`torch.utils.checkpoint`), so that until then only embeddings are held. Frozen encoders
+save nothing and run once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from sppo_hf.engine.attention_interface import (
+    IMPLEMENTATION,
+    MaskMeaning,
+    attention_implementation,
+    document_positions,
+)
+from sppo_hf.engine.chunk_runner import ChunkInputs
+from sppo_hf.engine.forward_calls import ForwardCall, is_of_encoders, is_switch
+from sppo_hf.engine.model_parts import (
+    CACHE_ARGUMENTS,
+    CAPTURES,
+    ROUTER_SWITCH,
+    ModelParts,
+    patched_attribute,
+)
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+
+# B batch rows, T tokens of the sequence, D model width, E tokens that stand for images.
+
+_ADDED_IN_LAYERS = {
+    "deepstack_visual_embeds": "visual_pos_masks",
+    "deepstack_features": "vision_mask",
+}
+"""Tensors `[E, D]`, one for each of some layers, which a decoder adds to the hidden states at the
+tokens that a mask marks (DeepStack, arXiv 2406.04334), and the name of the mask."""
+
+_CALLS_OWN = (*CACHE_ARGUMENTS, "use_cache", "return_dict", "attention_mask", "cache_position")
+"""Arguments of the decoder that every chunk's call sets by itself, or does without."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedInputs:
+    """The decoder's inputs for whole rows."""
+
+    inputs: ChunkInputs
+    output_class: type
+    """Class of what the base model returns."""
+
+
+class _NothingDecoded(BaseModelOutputWithPast):
+    """Stands for the decoder's output; what it does not have (router logits, for one) is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return None for an attribute that some decoder's output has."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def encoders(parts: ModelParts) -> list[nn.Module]:
+    """Modules of the base model outside of its text decoder and embedding."""
+    text = {*parts.decoder.modules(), *parts.causal_lm.get_input_embeddings().modules()}
+    return [module for module in parts.base.modules() if module not in text]
+
+
+def train_encoders(parts: ModelParts) -> bool:
+    """Whether any parameter of the encoders, or of what projects their output, trains."""
+    own = (module.parameters(recurse=False) for module in encoders(parts))
+    return any(parameter.requires_grad for group in own for parameter in group)
+
+
+def encoded_bytes(call: ForwardCall) -> tuple[int, int]:
+    """Device bytes of the inputs of `encode`, held until forward ends, and of their gradients.
+
+    Of tensors that are added in layers, as many as the configuration names.
+    """
+    parts = call.parts
+    embedding = parts.causal_lm.get_input_embeddings()
+    vision = getattr(parts.causal_lm.config, "vision_config", None)
+    added = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    size = parts.causal_lm.dtype.itemsize * parts.text_config.hidden_size
+    held = (1 + added) * call.batch_rows * call.total_tokens * size
+    trained = any(p.requires_grad for p in embedding.parameters()) or train_encoders(parts)
+    # Autograd assembles the gradient of all tokens from those of chunks.
+    return held, 2 * held if trained and torch.is_grad_enabled() else 0
+
+
+def encode(call: ForwardCall) -> EncodedInputs:
+    """Run the base model of a call up to its text decoder.
+
+    Raises:
+        ConfigError: The decoder is given something else for images than chunks can take.
+        UnsupportedModelError: Its attention is not causal with these inputs.
+    """
+    parts = call.parts
+    given = {
+        **call.tokens,
+        **call.constants,
+        "attention_mask": call.attention_mask,
+        "position_ids": call.position_ids,
+    }
+    for argument in call.encoder_inputs:
+        # A base model that takes any keyword could leave it unread.
+        read = argument in parts.base_arguments() or not is_of_encoders(argument)
+        if parts.decoder is parts.base or not read:
+            raise ConfigError(
+                f"{parts.name}: {argument} is not read by its {type(parts.base).__name__}, whose "
+                "text decoder could then be given what it reads. Train on batches of text (leave "
+                f"{argument} out), or revert the model."
+            )
+    run = functools.partial(_run_encoders, parts, given)
+    if torch.is_grad_enabled() and train_encoders(parts):
+        seen, output_class = checkpoint(run, use_reentrant=False)
+    else:
+        seen, output_class = run()
+    return EncodedInputs(_as_inputs(call, seen), output_class)
+
+
+def _run_encoders(parts: ModelParts, given: dict[str, Any]) -> tuple[dict[str, Any], type]:
+    """Return the arguments of the decoder, and the class of the base model's output."""
+    decoder = parts.decoder
+    signature = inspect.signature(decoder.forward)
+    seen: dict[str, Any] = {}
+
+    def decode(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(name, {})
+        seen.update(arguments)
+        return _NothingDecoded(last_hidden_state=seen["inputs_embeds"])
+
+    layers = [
+        module for module in encoders(parts) if isinstance(module, GradientCheckpointingLayer)
+    ]
+    rerun = functools.partial(checkpoint, use_reentrant=False)
+    with (
+        # So that masks which the base model builds say what they mean.
+        attention_implementation(IMPLEMENTATION, (parts.text_config,)),
+        patched_attribute("forward", {decoder: decode}),
+        patched_attribute(CAPTURES, dict.fromkeys((parts.base, decoder), True)),
+        patched_attribute("gradient_checkpointing", dict.fromkeys(layers, True)),
+        patched_attribute("_gradient_checkpointing_func", dict.fromkeys(layers, rerun)),
+    ):
+        output = parts.base(**given, use_cache=False, return_dict=True)
+    return seen, type(output)
+
+
+def _as_inputs(call: ForwardCall, seen: dict[str, Any]) -> ChunkInputs:
+    """Sort the arguments of the decoder into what is sliced along the tokens and what is not."""
+    parts, shape = call.parts, (call.batch_rows, call.total_tokens)
+    _check_mask(call, seen.get("attention_mask"))
+    positions = _positions(call, seen.pop("position_ids", None))
+    tokens = {"inputs_embeds": seen.pop("inputs_embeds")}
+    added = {}
+    for name, mask_name in _ADDED_IN_LAYERS.items():
+        tensors, mask = seen.pop(name, None), seen.pop(mask_name, None)
+        if tensors is not None:
+            added[name] = _at_all_tokens(tensors, mask)
+            tokens[mask_name] = torch.ones_like(mask)
+    constants = {}
+    for name, value in seen.items():
+        if value is None or name in _CALLS_OWN or name == ROUTER_SWITCH:
+            continue
+        if isinstance(value, Tensor) and tuple(value.shape[:2]) == shape:
+            tokens[name] = value
+        elif is_switch(value):
+            constants[name] = value
+        else:
+            raise ConfigError(
+                f"{parts.name}: its text decoder is given {name} for images or sound, which cannot "
+                "be sliced along the tokens. Train on batches of text, or revert the model."
+            )
+    return ChunkInputs(tokens, positions, constants | call.router_switch, added)
+
+
+def _check_mask(call: ForwardCall, mask: Any) -> None:
+    """Refuse a mask that the base model has built for its decoder, unless it is causal."""
+    for one in mask.values() if isinstance(mask, dict) else [mask]:
+        is_causal = isinstance(one, MaskMeaning) and one.refusal is None
+        if one is not None and one is not call.attention_mask and not is_causal:
+            argument = next(reversed(call.encoder_inputs))
+            raise UnsupportedModelError(
+                f"{call.parts.name} lets tokens of an image see each other in both directions "
+                f"(its attention mask is not causal), which chunks cannot do. Remedy: train on "
+                f"batches of text (leave {argument} out), or revert the model."
+            )
+
+
+def _positions(call: ForwardCall, positions: Tensor | None) -> Tensor:
+    """Return the positions of the tokens, which models count in other ways for images."""
+    if positions is None:
+        return call.positions()
+    if positions.ndim == 1:
+        positions = positions[None]
+    if call.position_ids is None and call.attention_mask is None and call.cu_seq_lens is None:
+        separating = document_positions(call.parts, positions)
+        if separating is not None and bool((torch.diff(separating, dim=-1) != 1).any()):
+            raise ConfigError(
+                f"{call.parts.name} counts positions for images by which it takes a row for "
+                "several packed documents. Remedy: give an attention_mask."
+            )
+    return positions
+
+
+def _at_all_tokens(tensors: Any, mask: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return tensors `[E, D]` as `[B, T, D]`, zero elsewhere, by their index or key."""
+    marked_BT = mask[..., 0] if mask.ndim == 3 else mask
+    by_layer = tensors if isinstance(tensors, dict) else dict(enumerate(tensors))
+    at_all = {}
+    for key, tensor_ED in by_layer.items():
+        whole = tensor_ED.new_zeros(*marked_BT.shape, tensor_ED.shape[-1])
+        whole[marked_BT] = tensor_ED
+        at_all[key] = whole
+    return at_all
