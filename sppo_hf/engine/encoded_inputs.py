@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sppo_hf.engine.attention_interface import (
     IMPLEMENTATION,
@@ -32,6 +31,7 @@ from sppo_hf.engine.attention_interface import (
 )
 from sppo_hf.engine.chunk_runner import ChunkInputs
 from sppo_hf.engine.forward_calls import ForwardCall, is_of_encoders, is_switch
+from sppo_hf.engine.loss import UnknownOutput
 from sppo_hf.engine.model_parts import (
     CACHE_ARGUMENTS,
     CAPTURES,
@@ -61,15 +61,6 @@ class EncodedInputs:
     inputs: ChunkInputs
     output_class: type
     """Class of what the base model returns."""
-
-
-class _NothingDecoded(BaseModelOutputWithPast):
-    """Stands for the decoder's output; what it does not have (router logits, for one) is None."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return None for an attribute that some decoder's output has."""
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 def encoders(parts: ModelParts) -> list[nn.Module]:
@@ -143,7 +134,7 @@ def _run_encoders(parts: ModelParts, given: dict[str, Any]) -> tuple[dict[str, A
             if parameter.kind is parameter.VAR_KEYWORD:
                 arguments |= arguments.pop(name, {})
         seen.update(arguments)
-        return _NothingDecoded(last_hidden_state=seen["inputs_embeds"])
+        return UnknownOutput(last_hidden_state=seen["inputs_embeds"])
 
     layers = [
         module for module in encoders(parts) if isinstance(module, GradientCheckpointingLayer)

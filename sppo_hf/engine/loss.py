@@ -78,6 +78,19 @@ _HEAD_OPTIONS = {"use_cache": False, "return_dict": True}
 """Arguments with which a model's forward runs on hidden states, if it takes them."""
 
 
+class UnknownOutput(BaseModelOutputWithPast):
+    """Stands for a base model's output of a class that is not known: what it lacks is None.
+
+    Heads pass on what their own base model returns beside the hidden states (of experts or images).
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Return None, but for what Python itself looks for."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
 class ModelHead:
     """Logits, or the model's own loss, from hidden states."""
 
@@ -89,7 +102,7 @@ class ModelHead:
         names = {one.name for one in taken}
         # A classifier of the user's own may take neither.
         self._options = {n: v for n, v in _HEAD_OPTIONS.items() if takes_any or n in names}
-        self.output_class: type = BaseModelOutputWithPast
+        self.output_class: type = UnknownOutput
         """Class of what the base model returns; set after its forward."""
         self.plain: tuple[Hashable, bool] | None = None
         """Cache of `liger_tile`: the model's state when it last checked, and whether logits were

@@ -407,6 +407,16 @@ def test_a_head_is_tried_once_and_draws_no_random_numbers(probes: list[None]) ->
     assert liger_tile(parts, head, torch.device("cpu")) is None
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llava", "qwen3_vl", "qwen3_5"])
+def test_a_head_that_passes_on_more_than_logits_is_tried_before_the_first_forward(
+    probes: list[None], family: str
+) -> None:
+    """Router logits, or images, which its own base model returns; no other has run yet."""
+    parts, head = _model(family)
+    assert liger_tile(parts, head, CUDA) is not None
+    assert len(probes) == 1
+
+
 def test_a_head_that_caps_its_logits_is_not_plain_and_not_asked_again(probes: list[None]) -> None:
     parts, head = _model("gemma2")
     assert liger_tile(parts, head, CUDA) is None

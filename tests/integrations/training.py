@@ -15,6 +15,7 @@ from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from sppo_hf.integrations.validation import FSDP2_TORCH
+from sppo_hf.testing.tiny_models import IMAGE_TOKEN, add_images
 
 VOCABULARY = 64
 ROW_TOKENS = 24
@@ -59,6 +60,30 @@ def make_rows(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
         labels[: 1 + index % 7] = -100
         rows.append({"input_ids": tokens, "labels": labels})
     return rows
+
+
+def with_image(model: Any, row: dict[str, torch.Tensor], has_one: bool) -> dict[str, torch.Tensor]:
+    """Return a row for a tiny multimodal model, with an image or without."""
+    ids = row["input_ids"].masked_fill(row["input_ids"] == IMAGE_TOKEN, IMAGE_TOKEN + 1)
+    row = {**row, "input_ids": ids}
+    if not has_one:
+        return {**row, "mm_token_type_ids": torch.zeros_like(ids)}
+    batch = {name: x[None] for name, x in row.items()}
+    found = add_images(model, batch, images=1, seed=int(ids[0]))
+    return {name: x if _is_of_images(name) else x[0] for name, x in found.items()}
+
+
+def collate_images(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Make a batch of rows, of which some have an image; their patches follow each other."""
+    batch = {}
+    for name in {name for row in rows for name in row}:
+        join = torch.cat if _is_of_images(name) else torch.stack
+        batch[name] = join([row[name] for row in rows if name in row])
+    return batch
+
+
+def _is_of_images(name: str) -> bool:
+    return "image" in name or "pixel" in name
 
 
 def make_arguments(folder: str | Path, **changes: Any) -> TrainingArguments:

@@ -38,13 +38,15 @@ from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.errors import PipelineError, SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.exactness import float64_everywhere
-from sppo_hf.testing.tiny_models import IMAGE_TOKEN, add_images, build_tiny_model
+from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.integrations.training import (
     ROW_TOKENS,
+    collate_images,
     let_fsdp_run_on_cpus,
     make_arguments,
     make_model,
     make_rows,
+    with_image,
 )
 
 
@@ -136,7 +138,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     rows = make_rows(32)
     if "images" in job:
         model = build_tiny_model("qwen3_vl", dtype=torch.float32)
-        rows = [_with_image(model, row, index in job["images"]) for index, row in enumerate(rows)]
+        rows = [with_image(model, row, index in job["images"]) for index, row in enumerate(rows)]
     model = _lora(model) if job.get("lora") else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     shares = 1 if plugin is None else plugin.config.sharing_ranks
@@ -157,15 +159,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         if "lengths" in job:
             batch = _pad(picked, whole=job.get("pads", False))
         else:
-            names = {name for row in picked for name in row}
-            # Patches of images are one behind the other, whichever row they are of.
-            join = {
-                name: torch.cat if "image" in name or "pixel" in name else torch.stack
-                for name in names
-            }
-            batch = {
-                name: join[name]([row[name] for row in picked if name in row]) for name in names
-            }
+            batch = collate_images(picked)
         items = sum(int((row["labels"][1:] != -100).sum()) for row in everywhere)
         # Every rank divides by the items of all; gradients are averaged over ranks (or replicas).
         try:
@@ -190,15 +184,6 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "weights": _sums(accelerator, model),
         "rank": accelerator.process_index,
     }
-
-
-def _with_image(model: Any, row: dict[str, torch.Tensor], has_one: bool) -> dict[str, torch.Tensor]:
-    row["input_ids"][row["input_ids"] == IMAGE_TOKEN] += 1
-    if not has_one:
-        return {**row, "mm_token_type_ids": torch.zeros_like(row["input_ids"])}
-    batch = {name: x[None] for name, x in row.items()}
-    found = add_images(model, batch, images=1, seed=int(row["input_ids"][0]))
-    return {name: x if "image" in name or "pixel" in name else x[0] for name, x in found.items()}
 
 
 def _pad(rows: list[dict[str, torch.Tensor]], *, whole: bool) -> dict[str, torch.Tensor]:
