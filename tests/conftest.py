@@ -33,9 +33,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A machine whose speed somebody calibrated must not change any test's plan. One folder for all
 # workers of xdist, which inherit it.
-os.environ["HF_HOME"] = os.environ.setdefault(
-    "SPPO_TESTS_HF_HOME", tempfile.mkdtemp(prefix="sppo-tests-")
-)
+_OWN_HOME = "SPPO_TESTS_HF_HOME" not in os.environ
+if _OWN_HOME:
+    os.environ["SPPO_TESTS_HF_HOME"] = tempfile.mkdtemp(prefix="sppo-tests-")
+os.environ["HF_HOME"] = os.environ["SPPO_TESTS_HF_HOME"]
 
 # PEFT imports bitsandbytes, and that the compiler, to compile a few functions of its own that no
 # test is about. Until all is collected only, so that what tests compile is compiled.
@@ -125,6 +126,12 @@ def pytest_configure() -> None:
     global _error_output
     _error_output = os.dup(2)
     gc.disable()
+
+
+def pytest_unconfigure() -> None:
+    """Remove the folder of profiles, in the process that has made it."""
+    if _OWN_HOME:
+        shutil.rmtree(os.environ["SPPO_TESTS_HF_HOME"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:
