@@ -336,13 +336,7 @@ _MULTIMODAL = {
     "gemma4_unified": _family(
         "multimodal, blocks of image tokens",
         text_config=_PAIRS_OF_LAYERS,
-        vision_config={
-            "patch_size": 4,
-            "pooling_kernel_size": 2,
-            "mm_embed_dim": 32,
-            "mm_posemb_size": 16,
-            "output_proj_dims": 32,
-        },
+        vision_config={"patch_size": 4, "pooling_kernel_size": 2},
     ),
     "llama4": _family("multimodal, attention within blocks", text_config=_LLAMA4),
     "mistral3": _family("multimodal"),

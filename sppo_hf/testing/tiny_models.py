@@ -134,6 +134,9 @@ _SIZES: Mapping[str, Any] = {
     "depth": 2,
     "out_hidden_size": 32,
     "projection_hidden_size": 32,
+    "mm_embed_dim": 32,
+    "mm_posemb_size": 16,
+    "output_proj_dims": 32,
     "projector_patch_to_query_dict": {16: 4},
     # Per-layer embeddings of the Gemma 3n/4 line.
     "hidden_size_per_layer_input": 8,
@@ -206,9 +209,9 @@ def _shrink_images(original: Mapping[str, Any], shrunk: Mapping[str, Any]) -> di
         before, after = (config["vision_config"]["image_size"] for config in (original, shrunk))
         scaled = [[side * after // before for side in sides] for sides in pinpoints]
         settings["image_grid_pinpoints"] = scaled
-    layers = original.get("vision_feature_layer")
-    if isinstance(layers, (list, tuple)):
-        settings["vision_feature_layer"] = [-2] * len(layers)
+    for name in ("vision_feature_layer", "vision_feature_layers"):  # the latter before 5.24
+        if isinstance(layers := original.get(name), (list, tuple)):
+            settings[name] = [-2] * len(layers)
     return settings
 
 

@@ -331,6 +331,18 @@ def test_images_have_the_form_of_the_models_processor(family: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "stated"),
+    [("llava_next", {}), ("vipllava", {}), ("gemma4_unified", {"vision_config": {}})],
+)
+@pytest.mark.filterwarnings("ignore")  # families warn at their first import
+def test_a_real_configuration_is_shrunk_with_its_encoder(
+    family: str, stated: dict[str, Any]
+) -> None:
+    model = model_from_config(shrunk_config(AutoConfig.for_model(family, **stated)))
+    assert torch.isfinite(model(**image_batch(model)).loss)
+
+
+@pytest.mark.parametrize(
     ("family", "names"),
     [
         ("gemma3", ["token_type_ids"]),
