@@ -38,7 +38,8 @@ LIST = Path("sppo_hf/engine/families.json")
 LONGEST = Path("sppo_hf/cli/checkpoints.json")
 """File that `checkpoint_table.py` writes."""
 CENSUS = Path("recipes/tools/census.json")
-"""File that `census.py` writes: numbers of models by version of Transformers."""
+"""File that `census.py` writes: numbers of types by version of Transformers, and what became of
+those that take images."""
 TOKENS = 29
 SETTINGS = (
     SPPOConfig(num_chunks=1, recompute="full", offload="none"),
@@ -93,11 +94,13 @@ def check_family(name: str) -> Row:
         try:
             result = check_model(name, settings, tokens=TOKENS)
         except ConfigError as error:
-            return Row(name, feature, "refused", 0.0, _short(str(error)))
+            return Row(name, feature, "refused", 0.0, short_reason(str(error)))
         except _CRASHES as error:
             return Row(name, f"{feature} ({type(error).__name__})", "NOT EXACT", math.inf, "")
         if result.status == "refused":
-            return Row(name, feature, "refused", 0.0, _short(result.reason) + line_of_code(name))
+            return Row(
+                name, feature, "refused", 0.0, short_reason(result.reason) + line_of_code(name)
+            )
         results.append(result)
     worst = max(results, key=lambda result: result.error or 0.0)
     status = "exact" if all(result.status == "exact" for result in results) else "NOT EXACT"
@@ -136,9 +139,9 @@ def _has_states(name: str) -> bool:
         return False  # the reason of the refusal comes from the check
 
 
-def _short(reason: str) -> str:
+def short_reason(reason: str) -> str:
     """The reason alone: neither the model's name in front nor the remedy behind."""
-    reason = re.split(r"\. (?:Train|Set|sppo_hf|Load)|; (?:only|save)", reason)[0]
+    reason = re.split(r"\. (?:Train|Set|sppo_hf|Load|Remedy)|; (?:only|save)", reason)[0]
     reason = re.sub(
         r"^(?:(?:\w+|this model) cannot (?:be trained|run) chunk by chunk: )+", "", reason
     )
@@ -177,12 +180,24 @@ def checkpoints_markdown(found: Mapping[str, Any]) -> str:
 
 
 def census_markdown(found: Mapping[str, Mapping[str, float]]) -> str:
-    """The table of counts, from the JSON object of `CENSUS`."""
+    """The table of counts, from the `counts` of the JSON object of `CENSUS`."""
     columns = ("exact", "text decoder alone", "refused", "not tried", "not exact")
     lines = [f"| Transformers | {' | '.join(columns)} | worst error |", f"|---|{'---|' * 6}"]
     for version, counts in found.items():
         cells = " | ".join(str(counts.get(name, 0)) for name in columns)
         lines.append(f"| {version} | {cells} | {counts['worst error']:.0e} |")
+    return "\n".join(lines) + "\n"
+
+
+def images_markdown(groups: Sequence[Mapping[str, Any]]) -> str:
+    """The table of types that take images, from the groups of `CENSUS`."""
+    lines = ["| with images | types |", "|---|---|"]
+    for group in groups:
+        worst = f"worst error {group['worst error']:.0e}"
+        detail = worst if group["status"] in ("exact", "not exact") else group["reason"]
+        lines.append(
+            f"| {len(group['types'])} {group['status']}: {detail} | {', '.join(group['types'])} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -232,6 +247,7 @@ Made by `python recipes/tools/checkpoint_table.py --write`; `sppo check --list` 
 
 {checkpoints_markdown(longest)}"""
     if (root / CENSUS).is_file():
+        census = json.loads((root / CENSUS).read_text(encoding="utf-8"))
         text += f"""
 ## Every type of Transformers
 
@@ -242,7 +258,21 @@ its decoder can. "Not tried": neither can, or it does not run without pixels or 
 are those of these types under `AutoModelForSequenceClassification`, `ForTokenClassification` and
 `ForQuestionAnswering`; those of encoders (BERT) are refused.
 
-{census_markdown(json.loads((root / CENSUS).read_text(encoding="utf-8")))}"""
+{census_markdown(census["counts"])}
+## With images
+
+Those of these types that take images: loss and every gradient, the encoder's among them, of two
+rows of text with three images, given as the type's processor gives them (with token types, if it
+makes some). Whatever is in the first row is exact on text, too; so are the others except those "on
+text, too" and "nor on text". A batch that is refused raises an error that says why.
+
+Gemma 3, Gemma 4 Unified and PaliGemma let tokens of an image see each other in both directions,
+which chunks cannot do. So do checkpoints of Gemma 4 whose `text_config` has
+`use_bidirectional_attention="vision"`, its larger ones (here "gemma4-bidirectional"); Gemma 4
+without it is exact. Videos and sound were not tried. `sppo check MODEL` tries images, too. Made
+with Transformers {census["images"]["transformers"]}.
+
+{images_markdown(census["images"]["groups"])}"""
     (root / PAGE).write_text(text, encoding="utf-8")
 
 

@@ -65,6 +65,9 @@ def check(
 ) -> None:
     """Compare loss and all gradients of a small MODEL with and without sppo_hf.
 
+    A batch of text, and if MODEL takes images, one with images. Of these only gradients that are
+    wrong change the exit code.
+
     Exit code 0: exact. 1: not exact. 2: refused, or bad input.
     """
     if list_families:
@@ -163,7 +166,7 @@ def _run(model: str, config: SPPOConfig, tokens: int, dtype: Dtype) -> CheckResu
     transformers.logging.set_verbosity_error()
     # Tensors of a few thousand numbers: with several threads each operator takes ten times as long.
     torch.set_num_threads(1)
-    result = check_model(source, config, tokens=tokens, dtype=getattr(torch, dtype))
+    result = check_model(source, config, tokens=tokens, dtype=getattr(torch, dtype), images=True)
     return dataclasses.replace(result, name=model)
 
 
@@ -193,4 +196,8 @@ def _print(result: CheckResult, tokens: int) -> None:
         table.add_row(kind, f"{result.error:.2e} (allowed {result.allowed:.2e})")
         for index, (name, error) in enumerate(result.worst_parameters):
             table.add_row("worst parameters" if index == 0 else "", f"{name}  {error:.2e}")
+    if found := result.images:
+        number = "" if found.error is None else f"{found.error:.2e}"
+        details = " ".join(part for part in (number, found.reason) if part)
+        table.add_row("with images", f"{found.status}: {details}")
     common.console().print(table)

@@ -7,6 +7,7 @@ only if the input names no model that can run.
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from dataclasses import dataclass, replace
@@ -17,20 +18,25 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.convert import convert
 from sppo_hf.engine.model_parts import BUILD_ERRORS, auto_class_of, decoder_config
 from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError, first_line
 from sppo_hf.planning.config_file import check_sizes, classifier_kind, read_fields
 from sppo_hf.rules import format_bytes, refuse, show
 from sppo_hf.testing.exactness import TOLERANCE, compare, compare_drift, run_reference
-from sppo_hf.testing.tiny_families import FAMILIES
+from sppo_hf.testing.tiny_families import FAMILIES, UNLISTED
 from sppo_hf.testing.tiny_models import (
+    IMAGE_TOKEN,
     LARGEST_BYTES,
     batch_for,
     build_tiny_model,
     classifier_class,
+    copy_of,
+    image_batch,
     make_batch,
     model_from_config,
     shrunk_config,
+    takes_images,
     weights_bytes,
 )
 
@@ -47,6 +53,17 @@ _NAMES = (
     "Give a Transformers model type such as 'llama', a folder with a config.json, a config.json,"
     " or a hub id that is cached or can be downloaded."
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesResult:
+    """What became of a batch with images."""
+
+    status: Literal["exact", "not exact", "refused", "not tried"]
+    reason: str = ""
+    """Why it was refused or not tried, or which parameter is the worst."""
+    error: float | None = None
+    """As a `CheckResult`'s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +92,8 @@ class CheckResult:
     """False if a local model's own weights were used."""
     note: str = ""
     """Says so if only the text decoder of the named model was checked."""
+    images: ImagesResult | None = None
+    """None if no images were asked for, the model takes none, or text is not exact."""
 
 
 def check_model(
@@ -85,6 +104,7 @@ def check_model(
     tokens: int = 29,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    images: bool = False,
 ) -> CheckResult:
     """Compare loss and gradients of one model with and without chunks.
 
@@ -96,6 +116,10 @@ def check_model(
         dtype: float64 and float32 compare with the unmodified model directly; bfloat16 and
             float16 compare both models' distances from float32.
         seed: seed of the batch.
+        images: whether to try a batch with images, too, where the model takes some and text is
+            exact. It has a length and four chunks of its own. A model that is not exact with them
+            is not exact; one that is refused with them, or takes them in an unknown form, may be.
+            Only in float64 and float32.
 
     Raises:
         ConfigError: `name` is no model, `config` does not fit the batch, the unmodified model
@@ -105,6 +129,10 @@ def check_model(
     with warnings.catch_warnings(action="ignore"):
         model, random_weights, note = small_model(name, dtype=kept)
         result = _check(model, name, config, rows=rows, tokens=tokens, dtype=dtype, seed=seed)
+        if images and result.status == "exact" and takes_images(model):
+            found = _check_images(model, config, dtype=dtype, seed=seed)
+            status = "not exact" if found.status == "not exact" else result.status
+            result = replace(result, images=found, status=status)
         return replace(result, random_weights=random_weights, note=note)
 
 
@@ -163,7 +191,6 @@ def _check(
     seed: int = 0,
     left_padding: bool = False,
 ) -> CheckResult:
-    direct = dtype in TOLERANCE
     text = model.config.get_text_config(decoder=True)
     vocab_size = getattr(text, "vocab_size", None)
     if vocab_size is None:
@@ -174,8 +201,18 @@ def _check(
     sizes |= {"left_padding": padding} if left_padding else {"padding": padding * (rows > 1)}
     batches = [
         batch_for(model, make_batch(**sizes, seed=seed + index))
-        for index in range(1 if direct else _DRIFT_BATCHES)
+        for index in range(1 if dtype in TOLERANCE else _DRIFT_BATCHES)
     ]
+    return _check_batches(model, name, config, batches, dtype)
+
+
+def _check_batches(
+    model: PreTrainedModel,
+    name: str,
+    config: SPPOConfig,
+    batches: list[dict[str, Any]],
+    dtype: torch.dtype,
+) -> CheckResult:
     facts: dict[str, Any] = {
         "name": name,
         "model_class": type(model).__name__,
@@ -183,7 +220,7 @@ def _check(
         "dtype": str(dtype).removeprefix("torch."),
     }
     try:
-        if direct:
+        if dtype in TOLERANCE:
             report = compare(model, batches[0], config)
             numbers: dict[str, Any] = {
                 "error": report.error,
@@ -209,6 +246,58 @@ def _check(
         return CheckResult(status="refused", reason=reason, **facts)
     status = "exact" if report.exact else "not exact"
     return CheckResult(status=status, loss=report.loss, **numbers, **facts)
+
+
+def _check_images(
+    model: PreTrainedModel, config: SPPOConfig, *, dtype: torch.dtype, seed: int
+) -> ImagesResult:
+    """Compare a batch with images, of which a chunk ends within the first one."""
+    if dtype not in TOLERANCE:
+        return ImagesResult(status="not tried", reason="only in float64 and float32")
+    try:
+        batch = image_batch(model, seed=seed)
+        text = model.config.get_text_config(decoder=True)
+        rows, tokens = batch["input_ids"].shape
+        _check_tokens(rows, tokens, getattr(text, "num_attention_heads", 1), text.vocab_size)
+        others = {
+            name: -tensor if tensor.is_floating_point() else tensor
+            for name, tensor in batch.items()
+        }
+        loss, other_loss = (run_reference(model, x, hooks=False).loss for x in (batch, others))
+    except ConfigError as error:
+        refusal = _refusal_of_pixels(model, config)
+        if refusal:
+            return ImagesResult(status="refused", reason=refusal)
+        return ImagesResult(status="not tried", reason=str(error))
+    except BUILD_ERRORS as error:
+        reason = f"the unmodified model fails with them ({first_line(error)})"
+        return ImagesResult(status="not tried", reason=reason)
+    if loss == other_loss:
+        return ImagesResult(status="not tried", reason="its loss does not depend on their pixels")
+    of_an_image = int((batch["input_ids"][0] == IMAGE_TOKEN).sum()) // 2
+    first = 1 + -(-of_an_image // 2)
+    third = (tokens - first) // 3
+    lengths = (first, third, third, tokens - first - 2 * third)
+    cut = config.replace(num_chunks="auto", chunk_tokens=None, chunk_lengths=lengths)
+    try:
+        found = _check_batches(model, "", cut, [batch], dtype)
+    except SPPOError as error:
+        return ImagesResult(status="refused", reason=str(error))
+    worst = f"in {found.worst_parameters[0][0]}" if found.status == "not exact" else ""
+    return ImagesResult(status=found.status, reason=found.reason or worst, error=found.error)
+
+
+def _refusal_of_pixels(model: PreTrainedModel, config: SPPOConfig) -> str:
+    """Why the converted model takes images in no form at all; "" if that depends on the form."""
+    pixels = next(n for n in inspect.signature(model.base_model.forward).parameters if "pixel" in n)
+    uncut = config.replace(num_chunks="auto", chunk_tokens=None, chunk_lengths=None)
+    try:
+        convert(copy_of(model), uncut)(**make_batch(), **{pixels: torch.zeros(1)})
+    except SPPOError as error:
+        return str(error)
+    except BUILD_ERRORS:
+        pass  # the model's own code has read them
+    return ""
 
 
 def _check_tokens(rows: int, tokens: int, heads: int, vocab_size: int) -> None:
@@ -267,7 +356,7 @@ def small_model(
             model = build_tiny_model(name, dtype=dtype)
         except ConfigError as error:
             model = _tiny_text_decoder(name, dtype, error)
-        if name in FAMILIES or model.config.model_type == name:
+        if name in {*FAMILIES, *UNLISTED} or model.config.model_type == name:
             return model, True, ""
         return model, True, _part_of(AutoConfig.for_model(name), model)
     config = _read_config(name, path, local)

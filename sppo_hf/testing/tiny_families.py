@@ -333,7 +333,11 @@ _MULTIMODAL = {
             "head_dim": 8,
         },
     ),
-    "gemma4_unified": _family("multimodal, blocks of image tokens", text_config=_PAIRS_OF_LAYERS),
+    "gemma4_unified": _family(
+        "multimodal, blocks of image tokens",
+        text_config=_PAIRS_OF_LAYERS,
+        vision_config={"patch_size": 4, "pooling_kernel_size": 2},
+    ),
     "llama4": _family("multimodal, attention within blocks", text_config=_LLAMA4),
     "mistral3": _family("multimodal"),
     "llava": _family("multimodal"),
@@ -387,6 +391,17 @@ UNLISTED: Mapping[str, TinyFamily] = _by_name(
         "qwen2_5_omni_thinker": _family(_THREE_AXES, vision_start_token_id=5, text_config=_AXES),
         "qwen3_omni_moe_thinker": _family(_THREE_AXES, vision_start_token_id=5),
         "chameleon": _family("multimodal, QK norm", vocabulary_map={"<image>": _WINDOW_TOKENS}),
+        "gemma4-bidirectional": _family(
+            "multimodal, tokens of an image see each other in both directions",
+            **{
+                **_MULTIMODAL["gemma4"][1],
+                "text_config": {
+                    **_MULTIMODAL["gemma4"][1]["text_config"],
+                    "use_bidirectional_attention": "vision",
+                },
+            },
+        ),
+        "muse_glimmer": _family("multimodal", out_hidden_size=128, projector_hidden_size=32),
         "step3p7": _family("multimodal", text_config={"sliding_window": _WINDOW_TOKENS}),
     }
 )

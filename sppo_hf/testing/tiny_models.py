@@ -18,7 +18,7 @@ import math
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -133,6 +133,11 @@ _SIZES: Mapping[str, Any] = {
     "mm_tokens_per_image": 4,
     "depth": 2,
     "out_hidden_size": 32,
+    "projection_hidden_size": 32,
+    "mm_embed_dim": 32,
+    "mm_posemb_size": 16,
+    "output_proj_dims": 32,
+    "projector_patch_to_query_dict": {16: 4},
     # Per-layer embeddings of the Gemma 3n/4 line.
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -140,6 +145,8 @@ _SIZES: Mapping[str, Any] = {
 }
 _PATCHES = 4
 """Patches along a side of a tiny image."""
+_TILES = 3
+"""Tiles of a tiny image of `image_grid_pinpoints`: at most two, and the whole."""
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -158,7 +165,7 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
         if _stored_name(config, name) in original
     }
     for name, value in original.items():
-        is_rate = "dropout" in name or name.endswith("pdrop") or name == "router_jitter_noise"
+        is_rate = "dropout" in name or name.endswith(("pdrop", "drop_path_rate", "jitter_noise"))
         if is_rate and isinstance(value, (int, float)) and not isinstance(value, bool):
             settings[name] = type(value)(0)
         if name in ("sliding_window", "attention_chunk_size") and isinstance(value, int):
@@ -173,11 +180,7 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
             if "vocab_size" in settings[name] and "pad_token_id" in settings[name]:
                 # Multimodal models embed it in place of image tokens.
                 settings[name]["pad_token_id"] = 0
-    if original.get("patch_size") and original.get("image_size"):
-        sides = original["image_size"], original["patch_size"]
-        several = isinstance(sides[0], (list, tuple))
-        side = _PATCHES * _first_of(sides[1])
-        settings["image_size"] = [side] * len(sides[0]) if several else side
+    settings |= _shrink_images(original, settings)
     for name in _TOKEN_IDS:
         if name in original:
             settings[name] = None if _optional(config, name) else 0
@@ -191,6 +194,25 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _first_of(value: Any) -> Any:
     return value[0] if isinstance(value, (list, tuple)) else value
+
+
+def _shrink_images(original: Mapping[str, Any], shrunk: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of images, and the layers of their encoder that are read."""
+    settings: dict[str, Any] = {}
+    if original.get("patch_size") and original.get("image_size"):
+        sides = original["image_size"], original["patch_size"]
+        several = isinstance(sides[0], (list, tuple))
+        side = _PATCHES * _first_of(sides[1])
+        settings["image_size"] = [side] * len(sides[0]) if several else side
+    if pinpoints := original.get("image_grid_pinpoints"):
+        # Sizes of images that are cut into tiles, each of which the encoder takes as an image.
+        before, after = (config["vision_config"]["image_size"] for config in (original, shrunk))
+        scaled = [[side * after // before for side in sides] for sides in pinpoints]
+        settings["image_grid_pinpoints"] = scaled
+    for name in ("vision_feature_layer", "vision_feature_layers"):  # the latter before 5.24
+        if isinstance(layers := original.get(name), (list, tuple)):
+            settings[name] = [-2] * len(layers)
+    return settings
 
 
 def _shrink_heads(original: Mapping[str, Any]) -> dict[str, Any]:
@@ -702,8 +724,10 @@ def add_images(
         ids[row, begin : begin + tokens] = IMAGE_TOKEN
         labels[row, begin : begin + tokens] = -100
     with_types = {**batch, **pixels, "input_ids": ids, "labels": labels}
-    if "mm_token_type_ids" in inspect.signature(model.base_model.forward).parameters:
-        with_types["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    # By the names that the model's processor gives them, which its forward takes.
+    for name in inspect.signature(model.base_model.forward).parameters:
+        if name.endswith("token_type_ids"):
+            with_types[name] = (ids == IMAGE_TOKEN).long()
     return with_types
 
 
@@ -711,48 +735,95 @@ IMAGE_TOKEN = 3
 """Stands for a part of an image in the batches of `add_images`."""
 
 
+def image_batch(model: PreTrainedModel, *, seed: int = 0) -> dict[str, Any]:
+    """Two rows with three images, of the fewest tokens that hold them; the last row is padded.
+
+    Raises:
+        ConfigError: as `add_images`.
+    """
+    tokens = 1 + 2 * (_find_pixels(model, 3, seed)[1] + 5)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    sizes: dict[str, Any] = {"rows": 2, "tokens": tokens, "vocab_size": vocab_size}
+    return add_images(
+        model, make_batch(**sizes, padding=(0, tokens // 3), seed=seed), images=3, seed=seed
+    )
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Whether a model has an encoder of images of its own."""
+    return any("pixel" in name for name in inspect.signature(model.base_model.forward).parameters)
+
+
 def _find_pixels(
     model: PreTrainedModel, images: int, seed: int
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Images in the first form that the model's encoder takes, and tokens for each of them."""
     base: Any = model.base_model
-    names = inspect.signature(base.forward).parameters
-    vision = getattr(model.config, "vision_config", None)
-    if vision is None or not hasattr(base, "get_image_features"):
+    if not (takes_images(model) and hasattr(base, "get_image_features")):
         raise ConfigError(f"{type(model).__name__} has no encoder of images that is known")
-    patch = _first_of(getattr(vision, "patch_size", _PATCHES))
-    generator = torch.Generator().manual_seed(seed)
+    taken = inspect.signature(base.get_image_features).parameters
+    for form in _image_forms(model, taken, images, torch.Generator().manual_seed(seed)):
+        needed = {name for name in taken if taken[name].default is inspect.Parameter.empty}
+        for names in (needed | {"pixel_values"}, taken):
+            given = {name: tensor for name, tensor in form.items() if name in names}
+            # Other models' forms raise any error.
+            with contextlib.suppress(Exception), torch.no_grad():
+                found = base.get_image_features(**given, return_dict=True)
+                pooled = getattr(found, "pooler_output", found)
+                found = found.last_hidden_state if pooled is None else pooled
+                found = torch.cat(list(found)) if isinstance(found, (list, tuple)) else found
+                tokens, rest = divmod(found.numel() // found.shape[-1], images)
+                if not rest:
+                    return given, tokens
+    raise ConfigError(f"{type(model).__name__} takes images in no form that is known")
+
+
+def _image_forms(
+    model: PreTrainedModel, taken: Container[str], images: int, generator: torch.Generator
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Images of one size as models' processors give them, with all that may go with them."""
+    vision = getattr(model.config, "vision_config", None) or model.config
+
+    def setting(names: Sequence[str], default: int) -> int:
+        return next((first for n in names if (first := _first_of(getattr(vision, n, 0)))), default)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(model.dtype)
 
-    forms: list[dict[str, torch.Tensor]] = []
-    if "image_grid_thw" in names:
-        side = 2 * getattr(vision, "spatial_merge_size", 2)
-        grid = torch.tensor([[1, side, side]] * images)
-        frames = getattr(vision, "temporal_patch_size", 1)
-        for patches in ((3 * frames * patch**2,), (3, patch, patch)):
-            pixels = random(images * side * side, *patches)
-            forms.append({"pixel_values": pixels, "image_grid_thw": grid})
-    if "image_position_ids" in names:
-        side = 2 * getattr(vision, "pooling_kernel_size", 1)
-        places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
-        pixels = random(images, side * side, 3 * patch**2)
-        forms.append({"pixel_values": pixels, "image_position_ids": places.repeat(images, 1, 1)})
-    side = _first_of(getattr(vision, "image_size", None)) or 2 * _PATCHES * patch
-    for shape in ((images, 3, side, side), (1, images, 3, side, side)):
-        forms.append({"pixel_values": random(*shape)})
-        forms.append({**forms[-1], "image_sizes": torch.tensor([[side, side]] * images)})
-    for form in forms:
-        # Other models' forms raise any error.
-        with contextlib.suppress(Exception), torch.no_grad():
-            found = base.get_image_features(**form, return_dict=True)
-            found = getattr(found, "pooler_output", found)
-            found = torch.cat(list(found)) if isinstance(found, (list, tuple)) else found
-            tokens, rest = divmod(found.numel() // found.shape[-1], images)
-            if not rest:
-                return form, tokens
-    raise ConfigError(f"{type(model).__name__} takes images in no form that is known")
+    patch = setting(("model_patch_size", "patch_size"), _PATCHES)
+    side = setting(("image_size",), 2 * _PATCHES * patch)
+    merges = ("spatial_merge_size", "merge_size", "merge_kernel_size", "pooling_kernel_size")
+    merged = setting(merges, 2)
+    frames = setting(("temporal_patch_size", "patch_temporal"), 1)
+    across = 2 * merged
+    count = across**2
+    places = torch.cartesian_prod(torch.arange(across), torch.arange(across))
+    grid = torch.full((images, 2), across)
+    high = getattr(getattr(model.config, "high_res_vision_config", None), "image_size", side)
+    known = {
+        "image_grid_thw": F.pad(grid, (1, 0), value=1),
+        **dict.fromkeys(("image_grid_hw", "spatial_shapes", "target_sizes"), grid),
+        "image_merge_sizes": torch.full((images,), merged),
+        "image_position_ids": places.repeat(images, 1, 1),
+        "image_sizes": torch.full((images, 2), side),
+        "high_res_pixel_values": random(images, 3, high, high),
+    }
+    beside = {name: tensor for name, tensor in known.items() if name in taken}
+    # Patches of all images or of each, in a line, or whole images, or tiles of each.
+    of_all, of_each = (images * count, 3 * frames * patch**2), (images, count, 3 * patch**2)
+    shapes: list[tuple[int, ...]]
+    if "image_grid_thw" in taken or "image_grid_hw" in taken:
+        shapes = [of_all, (images * count, 3, patch, patch)]
+    elif "spatial_shapes" in taken or "image_position_ids" in taken:
+        shapes = [of_each]
+    elif "target_sizes" in taken:
+        shapes = [(1, 3, patch, images * count * patch)]
+    else:
+        whole = (3, side, side)
+        shapes = [(images, *whole), (1, images, *whole), (images, _TILES, *whole), of_each]
+    for shape in shapes:
+        mask = torch.ones(shape[:2], dtype=torch.bool)
+        yield {"pixel_values": random(*shape), "pixel_attention_mask": mask, **beside}
 
 
 def batch_for(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`sppo check`: verdict, exit code, JSON, and errors that name the remedy; and a quick start."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from sppo_hf.cli import app, common
 from sppo_hf.errors import ConfigError
 from sppo_hf.testing import check as check_module
 from sppo_hf.testing.exactness import Gradients
-from sppo_hf.testing.tiny_models import build_tiny_classifier, build_tiny_model
+from sppo_hf.testing.tiny_models import IMAGE_TOKEN, build_tiny_classifier, build_tiny_model
 
 
 def _check(*arguments: str) -> tuple[int, str, str]:
@@ -229,6 +230,75 @@ def test_a_multimodal_model_is_checked_whole(source: str, tmp_path: Path) -> Non
     assert result["model_class"] == "Gemma3ForConditionalGeneration"
     assert not result["note"]
     assert result["num_parameters"] < 100_000
+
+
+@pytest.mark.filterwarnings("ignore")  # families warn at their first import
+@pytest.mark.parametrize(
+    ("name", "options", "status", "reason"),
+    [
+        ("llava", (), "exact", ""),
+        # They have a length of their own, to which the given chunks would not fit.
+        ("llava", ("--chunks", "9,6,14"), "exact", ""),
+        ("gemma3", (), "refused", "in both directions"),
+        ("chameleon", (), "refused", "which chunks do not take"),
+        ("mllama", (), "not tried", "no encoder of images that is known"),
+        ("llava", ("--dtype", "bfloat16"), "not tried", "only in float64 and float32"),
+    ],
+)
+def test_images_are_tried_where_a_model_takes_some(
+    name: str, options: tuple[str, ...], status: str, reason: str
+) -> None:
+    """And if they are refused, the model is still exact."""
+    code, result = _json(name, *options)
+    assert (code, result["status"]) == (0, "exact"), result
+    assert result["images"]["status"] == status
+    assert reason in result["images"]["reason"]
+    assert (result["images"]["error"] is not None) == (status == "exact")
+
+
+def test_images_have_one_line() -> None:
+    _, out, _ = _check("llava")
+    assert out.count("with images") == 1
+    assert re.search(r"with images +│ exact: \d\.\d\de-1\d", out)
+    assert "with images" not in _check("llama")[1]
+    assert _json("llama")[1]["images"] is None
+
+
+def test_gradients_that_are_wrong_with_images_alone_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = check_module.compare
+
+    def spoilt(model: Any, batch: Any, config: Any) -> Any:
+        if "pixel_values" not in batch:
+            return real(model, batch, config)
+        ids = batch["input_ids"][0] == IMAGE_TOKEN
+        assert ids[config.chunk_lengths[0] - 1 : config.chunk_lengths[0] + 1].all(), "cut in two"
+        zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        return real(model, batch, config, reference=Gradients(1.0, zeros))
+
+    monkeypatch.setattr(check_module, "compare", spoilt)
+    code, result = _json("llava")
+    assert code == 1
+    assert result["status"] == result["images"]["status"] == "not exact"
+    assert result["images"]["reason"].startswith("in ")
+    assert result["error"] < 1e-9, "of text"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"), [(None, "does not depend"), (IndexError("of its own"), "of its own")]
+)
+def test_images_that_the_unmodified_model_does_not_read_are_not_tried(
+    outcome: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: Any, **__: Any) -> Gradients:
+        if outcome is not None:
+            raise outcome
+        return Gradients(1.0, {})
+
+    monkeypatch.setattr(check_module, "run_reference", run)
+    code, result = _json("llava")
+    assert (code, result["status"]) == (0, "exact")
+    assert result["images"]["status"] == "not tried"
+    assert reason in result["images"]["reason"]
 
 
 def test_chunks_that_are_no_numbers() -> None:

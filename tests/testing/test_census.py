@@ -7,7 +7,9 @@ from collections import Counter
 
 import pytest
 
-from recipes.tools.census import TYPES, census
+from recipes.tools.census import TYPES, Outcome, census, with_images
+from recipes.tools.family_table import images_markdown
+from sppo_hf.testing.check import ImagesResult
 from sppo_hf.testing.tiny_families import FAMILIES
 from tests.sweeps import ALL, sample
 
@@ -15,7 +17,7 @@ from tests.sweeps import ALL, sample
 def test_each_has_an_outcome_and_says_why() -> None:
     classifiers = ["llama ForSequenceClassification", "bert ForTokenClassification"]
     found = census(["llama", "rwkv", "whisper", *classifiers])
-    assert {name: status for name, (status, _) in found.items()} == {
+    assert {name: outcome.status for name, outcome in found.items()} == {
         "llama": "exact",
         classifiers[0]: "exact",
         classifiers[1]: "refused",
@@ -23,7 +25,44 @@ def test_each_has_an_outcome_and_says_why() -> None:
         "whisper": "not tried",
     }
     assert float(found["llama"][1]) < 1e-9
-    assert "state" in found["rwkv"][1]
+    assert "state" in found["rwkv"].detail
+    assert not any(outcome.images for outcome in found.values())
+
+
+@pytest.mark.filterwarnings("ignore")  # families warn at their first import
+def test_types_that_take_images_are_tried_with_them() -> None:
+    found = census(["llava", "gemma3", "gemma4", "gemma4-bidirectional", "paligemma", "mllama"])
+    found |= census(["chameleon", "florence2"])
+    page = images_markdown(with_images(found))
+    rows = dict(line.strip("| ").split(" | ") for line in page.splitlines()[2:])
+    both = "lets tokens of an image see each other in both directions"
+    assert next(key for key in rows).startswith("2 exact: worst error ")
+    assert [next(rows[key] for key in rows if part in key) for part in ("exact", both)] == [
+        "gemma4, llava",
+        "gemma3, gemma4-bidirectional",
+    ]
+    assert rows["1 refused: on text, too"] == "paligemma"
+    assert rows["1 refused: pixel_values holds images or sound, which chunks do not take"] == (
+        "chameleon"
+    )
+    assert rows["1 not tried: has no encoder of images that is known"] == "mllama"
+    assert rows["1 not tried: nor on text"] == "florence2"
+    assert sum(int(key.split()[0]) for key in rows) == len(found)
+
+
+def test_types_with_one_outcome_share_a_row() -> None:
+    exact = {
+        name: Outcome("exact", "", ImagesResult(status="exact", error=error))
+        for name, error in (("b", 3e-14), ("a", 1e-15))
+    }
+    wrong = Outcome("not exact", "", ImagesResult(status="not exact", reason="in w", error=0.5))
+    groups = with_images({**exact, "c": wrong, "text": Outcome("exact", "1e-15")})
+    assert [(group["status"], group["types"]) for group in groups] == [
+        ("exact", ["a", "b"]),
+        ("not exact", ["c"]),
+    ]
+    assert "| 2 exact: worst error 3e-14 | a, b |" in images_markdown(groups)
+    assert "| 1 not exact: worst error 5e-01 | c |" in images_markdown(groups)
 
 
 @pytest.mark.slow
@@ -32,8 +71,10 @@ def test_each_has_an_outcome_and_says_why() -> None:
 def test_every_other_type_is_exact_or_refused_or_not_tried() -> None:
     elsewhere = {family.model_type for family in FAMILIES.values()}
     found = census(sample([name for name in TYPES if name not in elsewhere], 18))
-    counts = Counter(status for status, _ in found.values())
-    wrong = {name: found[name] for name in found if found[name][0] == "not exact"}
+    counts = Counter(outcome.status for outcome in found.values())
+    wrong = {name: outcome for name, outcome in found.items() if outcome.status == "not exact"}
     assert not wrong
-    assert all(detail for _, detail in found.values()), "whatever is not exact says why"
+    assert all(outcome.detail for outcome in found.values()), "whatever is not exact says why"
     assert counts["exact"] >= (40 if ALL else 2), counts
+    images = Counter(outcome.images.status for outcome in found.values() if outcome.images)
+    assert images["exact"] >= (25 if ALL else 0), images

@@ -18,10 +18,13 @@ from sppo_hf.testing import tiny_models as tiny
 from sppo_hf.testing.exactness import run_batch
 from sppo_hf.testing.tiny_families import FAMILIES
 from sppo_hf.testing.tiny_models import (
+    IMAGE_TOKEN,
     LARGEST_BYTES,
     VOCAB_SIZE,
+    add_images,
     add_lora,
     build_tiny_model,
+    image_batch,
     make_batch,
     model_from_config,
     shrink,
@@ -286,3 +289,80 @@ def test_families_set_fields_that_their_configurations_have() -> None:
         if family.model_type in CONFIG_MAPPING:
             config = AutoConfig.for_model(family.model_type)
             assert not list(unknown(config, family.overrides)), name
+
+
+_FORMS: dict[str, dict[str, tuple[int, ...]]] = {
+    "qwen3_vl": {"pixel_values": (48, 1536), "image_grid_thw": (3, 3)},
+    "paddleocr_vl": {"pixel_values": (48, 3, 14, 14), "image_grid_thw": (3, 3)},
+    "lfm2_vl": {
+        "pixel_values": (3, 16, 768),
+        "spatial_shapes": (3, 2),
+        "pixel_attention_mask": (3, 16),
+    },
+    # Whole images, not as many as there are patches; and tiles of each, the whole among them.
+    "aya_vision": {"pixel_values": (3, 3, 56, 56)},
+    "llava_next": {"pixel_values": (3, 3, 3, 56, 56), "image_sizes": (3, 2)},
+    "smolvlm": {"pixel_values": (1, 3, 3, 128, 128)},
+    "mistral3": {"pixel_values": (3, 3, 56, 56), "image_sizes": (3, 2)},
+    "video_llama_3": {
+        "pixel_values": (48, 768),
+        "image_grid_thw": (3, 3),
+        "image_merge_sizes": (3,),
+    },
+    "deepseek_vl_hybrid": {
+        "pixel_values": (3, 3, 64, 64),
+        "high_res_pixel_values": (3, 3, 64, 64),
+    },
+}
+
+
+@pytest.mark.parametrize("family", _FORMS)
+@pytest.mark.filterwarnings("ignore")  # families warn at their first import
+def test_images_have_the_form_of_the_models_processor(family: str) -> None:
+    batch = image_batch(build_tiny_model(family))
+    usual = ("input_ids", "labels", "attention_mask")
+    others = {n: tuple(x.shape) for n, x in batch.items() if n not in usual and "type" not in n}
+    assert others == _FORMS[family]
+    images = batch["input_ids"] == IMAGE_TOKEN
+    assert images.sum(1).tolist() == [2 * images[1].sum(), images[1].sum()]
+    assert (batch["labels"][images] == -100).all()
+    assert batch["attention_mask"][images].all()
+    assert not batch["attention_mask"].all()
+
+
+@pytest.mark.parametrize(
+    ("family", "stated"),
+    [("llava_next", {}), ("vipllava", {}), ("gemma4_unified", {"vision_config": {}})],
+)
+@pytest.mark.filterwarnings("ignore")  # families warn at their first import
+def test_a_real_configuration_is_shrunk_with_its_encoder(
+    family: str, stated: dict[str, Any]
+) -> None:
+    model = model_from_config(shrunk_config(AutoConfig.for_model(family, **stated)))
+    assert torch.isfinite(model(**image_batch(model)).loss)
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("gemma3", ["token_type_ids"]),
+        ("qwen3_vl", ["mm_token_type_ids"]),
+        ("ernie4_5_vl_moe", ["mm_token_type_ids", "moe_mm_token_type_ids"]),
+        ("llava", []),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # families warn at their first import
+def test_token_types_have_the_names_that_the_model_takes(family: str, names: list[str]) -> None:
+    batch = add_images(build_tiny_model(family), make_batch(tokens=60), images=2)
+    assert [name for name in batch if "type" in name] == names
+    for name in names:
+        assert torch.equal(batch[name], (batch["input_ids"] == IMAGE_TOKEN).long())
+
+
+def test_rows_that_are_too_short_for_images_say_how_long_they_must_be() -> None:
+    model = build_tiny_model("llava")
+    with pytest.raises(ConfigError, match="tokens is 23; 2 images of 16 need 43"):
+        add_images(model, make_batch(tokens=23))
+    add_images(model, make_batch(tokens=43))
+    with pytest.raises(ConfigError, match="no encoder of images"):
+        add_images(build_tiny_model("llama"), make_batch(tokens=60))

@@ -69,7 +69,7 @@ def test_a_family_that_is_not_exact_fails_the_run(
 
 def test_reasons_lose_the_remedy_and_keep_the_table_whole() -> None:
     reason = "XForCausalLM cannot be trained chunk by chunk: it is a|b. Train it without sppo_hf."
-    assert family_table._short(reason) == "it is a|b"
+    assert family_table.short_reason(reason) == "it is a|b"
     assert markdown([Row("x", "", "refused", 0.0, "it is a|b")]).endswith("| x | it is a\\|b |\n")
 
 
