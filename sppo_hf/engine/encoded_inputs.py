@@ -134,7 +134,7 @@ def _run_encoders(parts: ModelParts, given: dict[str, Any]) -> tuple[dict[str, A
             if parameter.kind is parameter.VAR_KEYWORD:
                 arguments |= arguments.pop(name, {})
         seen.update(arguments)
-        return UnknownOutput(last_hidden_state=seen["inputs_embeds"])
+        return UnknownOutput(last_hidden_state=seen.get("inputs_embeds"))
 
     layers = [
         module for module in encoders(parts) if isinstance(module, GradientCheckpointingLayer)
@@ -155,9 +155,11 @@ def _run_encoders(parts: ModelParts, given: dict[str, Any]) -> tuple[dict[str, A
 def _as_inputs(call: ForwardCall, seen: dict[str, Any]) -> ChunkInputs:
     """Sort the arguments of the decoder into what is sliced along the tokens and what is not."""
     parts, shape = call.parts, (call.batch_rows, call.total_tokens)
+    embeds = seen.pop("inputs_embeds", None)
+    _check_embeddings(call, embeds)
     _check_mask(call, seen.get("attention_mask"))
     positions = _positions(call, seen.pop("position_ids", None))
-    tokens = {"inputs_embeds": seen.pop("inputs_embeds")}
+    tokens = {"inputs_embeds": embeds}
     added = {}
     for name, mask_name in _ADDED_IN_LAYERS.items():
         tensors, mask = seen.pop(name, None), seen.pop(mask_name, None)
@@ -185,12 +187,33 @@ def _check_mask(call: ForwardCall, mask: Any) -> None:
     for one in mask.values() if isinstance(mask, dict) else [mask]:
         is_causal = isinstance(one, MaskMeaning) and one.refusal is None
         if one is not None and one is not call.attention_mask and not is_causal:
-            argument = next(reversed(call.encoder_inputs))
             raise UnsupportedModelError(
                 f"{call.parts.name} lets tokens of an image see each other in both directions "
                 f"(its attention mask is not causal), which chunks cannot do. Remedy: train on "
-                f"batches of text (leave {argument} out), or revert the model."
+                f"batches of text (leave {', '.join(call.encoder_inputs)} out), or revert the "
+                "model."
             )
+
+
+def _check_embeddings(call: ForwardCall, embeds: Tensor | None) -> None:
+    """Refuse a decoder that embeds the tokens itself, and rows of another length than the labels'.
+
+    Some base models put all that they encode of an image in the place of one token.
+    """
+    if embeds is None:
+        raise ConfigError(
+            f"{call.parts.name}: its text decoder is given images or sound beside the tokens, not "
+            "in their embeddings, which chunks do not take. Train on batches of text, or revert "
+            "the model."
+        )
+    rows, tokens = embeds.shape[:2]
+    if (rows, tokens) != (call.batch_rows, call.total_tokens):
+        raise ConfigError(
+            f"{call.parts.name} makes {rows} rows of {tokens} tokens of this batch of "
+            f"{call.batch_rows} rows of {call.total_tokens}; chunks take rows that keep their "
+            "length. Remedy: give a token for every feature of an image or sound, as its processor "
+            "does."
+        )
 
 
 def _positions(call: ForwardCall, positions: Tensor | None) -> Tensor:
@@ -209,7 +232,7 @@ def _positions(call: ForwardCall, positions: Tensor | None) -> Tensor:
     return positions
 
 
-def _at_all_tokens(tensors: Any, mask: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+def _at_all_tokens(tensors: Any, mask: Tensor) -> dict[Any, Tensor]:
     """Return tensors `[E, D]` as `[B, T, D]`, zero elsewhere, by their index or key."""
     marked_BT = mask[..., 0] if mask.ndim == 3 else mask
     by_layer = tensors if isinstance(tensors, dict) else dict(enumerate(tensors))

@@ -227,8 +227,44 @@ def test_other_inputs_are_refused_by_name(name: str, argument: str, value: Any, 
 def test_gemma3_with_images_is_refused_as_its_processor_gives_them() -> None:
     model = build_tiny_model("gemma3", dtype=torch.float32)
     convert(model, SETTINGS.replace(chunk_lengths=None, num_chunks=3))
-    with pytest.raises(UnsupportedModelError, match="in both directions"):
+    # Without token_type_ids alone, another model would train: attention would be causal.
+    remedy = r"in both directions.*leave token_type_ids, pixel_values out"
+    with pytest.raises(UnsupportedModelError, match=remedy):
         model(**_with_images(model))
+
+
+def test_one_token_for_a_whole_sound_is_refused() -> None:
+    """Qwen2-Audio makes longer rows of such batches, for which there are no labels."""
+    model = build_tiny_model("qwen2_audio", dtype=torch.float32)
+    convert(model, SETTINGS.replace(chunk_lengths=None, num_chunks=3))
+    batch = make_batch(rows=2, tokens=40)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["input_ids"][batch["input_ids"] == 5] = 6
+    sound: dict[str, Any] = {
+        "input_features": torch.randn(1, 128, 3000),
+        "feature_attention_mask": (torch.arange(3000) < 60).long()[None],
+    }
+    model.config.audio_token_id = 5
+    batch["input_ids"][0, 2] = 5
+    with pytest.raises(ConfigError, match=r"makes 2 rows of 54 tokens.*a token for every feature"):
+        model(**batch, **sound)
+    batch["input_ids"][0, 2:17] = 5
+    model(**batch, **sound).loss.backward()  # the remedy
+
+
+def test_images_beside_the_embeddings_are_refused() -> None:
+    """Mllama's text decoder embeds tokens itself, and attends to images in layers of its own."""
+    vision = {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96}
+    model: Any = build_tiny_model("mllama", dtype=torch.float32, vision_config=vision)
+    convert(model, SETTINGS)
+    side, tiles = model.config.vision_config.image_size, model.config.vision_config.max_num_tiles
+    images = {
+        "pixel_values": torch.randn(1, 1, tiles, 3, side, side),
+        "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.long),
+    }
+    with pytest.raises(ConfigError, match="beside the tokens, not in their embeddings"):
+        model(**make_batch(tokens=23), **images)
 
 
 @pytest.mark.parametrize("without", ["a token of the image", "types of tokens"])
