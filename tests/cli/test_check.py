@@ -240,7 +240,6 @@ def test_a_multimodal_model_is_checked_whole(source: str, tmp_path: Path) -> Non
         # They have a length of their own, to which the given chunks would not fit.
         ("llava", ("--chunks", "9,6,14"), "exact", ""),
         ("gemma3", (), "refused", "in both directions"),
-        ("chameleon", (), "refused", "which chunks do not take"),
         ("mllama", (), "not tried", "no encoder of images that is known"),
         ("llava", ("--dtype", "bfloat16"), "not tried", "only in float64 and float32"),
     ],
