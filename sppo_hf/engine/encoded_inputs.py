@@ -50,6 +50,9 @@ _ADDED_IN_LAYERS = {
 """Tensors `[E, D]`, one for each of some layers, which a decoder adds to the hidden states at the
 tokens that a mask marks (DeepStack, arXiv 2406.04334), and the name of the mask."""
 
+_LAYERS_ADDED_TO = ("deepstack_visual_indexes", "deepstack_layer_map", "spatial_target_layers")
+"""Fields of configurations with an entry for each of these tensors."""
+
 _CALLS_OWN = (*CACHE_ARGUMENTS, "use_cache", "return_dict", "attention_mask", "cache_position")
 """Arguments of the decoder that every chunk's call sets by itself, or does without."""
 
@@ -91,8 +94,10 @@ def encoded_bytes(call: ForwardCall) -> tuple[int, int]:
     """
     parts = call.parts
     embedding = parts.causal_lm.get_input_embeddings()
-    vision = getattr(parts.causal_lm.config, "vision_config", None)
-    added = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    config = parts.causal_lm.config
+    owners = config, getattr(config, "vision_config", None)
+    named = (getattr(owner, name, None) or () for owner in owners for name in _LAYERS_ADDED_TO)
+    added = sum(map(len, named))
     size = parts.causal_lm.dtype.itemsize * parts.text_config.hidden_size
     held = (1 + added) * call.batch_rows * call.total_tokens * size
     trained = any(p.requires_grad for p in embedding.parameters()) or train_encoders(parts)

@@ -158,7 +158,8 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
         if _stored_name(config, name) in original
     }
     for name, value in original.items():
-        is_rate = "dropout" in name or name.endswith("pdrop") or name == "router_jitter_noise"
+        is_rate = "dropout" in name or name.endswith("pdrop")
+        is_rate |= name in ("router_jitter_noise", "drop_path_rate")
         if is_rate and isinstance(value, (int, float)) and not isinstance(value, bool):
             settings[name] = type(value)(0)
         if name in ("sliding_window", "attention_chunk_size") and isinstance(value, int):

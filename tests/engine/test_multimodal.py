@@ -209,6 +209,38 @@ def test_a_batch_of_text_between_batches_with_images() -> None:
     assert sorted(set(planned)) == [(0, 0), (held, 2 * held)]
 
 
+def test_images_that_are_added_in_layers_chosen_by_number() -> None:
+    """Granite 4 Vision names layers in two fields, and passes what is added by their numbers."""
+    model: Any = build_tiny_model(
+        "granite4_vision",
+        text_config={"model_type": "granite4_vision_text"},
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "image_size": 64,
+            "patch_size": 16,
+        },
+        qformer_config={"hidden_size": 64, "encoder_hidden_size": 64, "num_attention_heads": 1},
+        downsample_rate="1/2",
+        deepstack_layer_map=[[-1, 0], [-2, 2]],
+        spatial_target_layers=[1],
+        image_grid_pinpoints=[[64, 64], [128, 64]],
+    )
+    model.config.image_token_id = 3
+    batch: dict[str, Any] = make_batch(rows=2, tokens=40)
+    batch["input_ids"][batch["input_ids"] == 3] = 4
+    batch["input_ids"][0, 2:12] = 3
+    batch["pixel_values"] = torch.randn(1, 2, 3, 64, 64, dtype=torch.float64)
+    batch["image_sizes"] = torch.tensor([[64, 64]])
+    settings = SETTINGS.replace(chunk_lengths=None, num_chunks=4)
+    report = compare(model, batch, settings)
+    assert report.exact, str(report)
+    convert(model, settings)(**batch)
+    (plan,) = get_engine(model).plans._plans.values()
+    held = (1 + 3) * 2 * 40 * model.config.text_config.hidden_size * 8
+    assert plan.shape.encoded_bytes == (held, 2 * held)
+
+
 @pytest.mark.parametrize(
     ("name", "argument", "value", "seen"),
     [
