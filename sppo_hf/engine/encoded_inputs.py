@@ -53,6 +53,9 @@ tokens that a mask marks (DeepStack, arXiv 2406.04334), and the name of the mask
 _LAYERS_ADDED_TO = ("deepstack_visual_indexes", "deepstack_layer_map", "spatial_target_layers")
 """Fields of configurations with an entry for each of these tensors."""
 
+_PER_LAYER = "per_layer_inputs"
+"""Embeddings `[B, T, layers, size]` that layers read beside the hidden states (Gemma 4)."""
+
 _CALLS_OWN = (*CACHE_ARGUMENTS, "use_cache", "return_dict", "attention_mask", "cache_position")
 """Arguments of the decoder that every chunk's call sets by itself, or does without."""
 
@@ -175,7 +178,9 @@ def _as_inputs(call: ForwardCall, seen: dict[str, Any]) -> ChunkInputs:
     for name, value in seen.items():
         if value is None or name in _CALLS_OWN or name == ROUTER_SWITCH:
             continue
-        if isinstance(value, Tensor) and tuple(value.shape[:2]) == shape:
+        # Not by shape alone: states of an image may be as long as rows by chance.
+        by_token = name == _PER_LAYER or (name in call.tokens and not is_of_encoders(name))
+        if by_token and isinstance(value, Tensor) and tuple(value.shape[:2]) == shape:
             tokens[name] = value
         elif is_switch(value):
             constants[name] = value

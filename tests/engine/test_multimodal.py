@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine.attention_interface import is_causal_with
 from sppo_hf.engine.convert import convert, get_engine, revert
+from sppo_hf.engine.encoded_inputs import _as_inputs
+from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.errors import SPPOError, UnsupportedModelError
@@ -214,18 +216,24 @@ def test_images_that_are_added_in_layers_chosen_by_number() -> None:
     model: Any = build_tiny_model(
         "granite4_vision",
         text_config={"model_type": "granite4_vision_text"},
-        vision_config={"model_type": "clip_vision_model", "hidden_size": 64},
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "image_size": 64,
+            "patch_size": 16,
+        },
+        qformer_config={"hidden_size": 64, "encoder_hidden_size": 64, "num_attention_heads": 1},
         downsample_rate="1/2",
         deepstack_layer_map=[[-1, 0], [-2, 2]],
         spatial_target_layers=[1],
-        image_grid_pinpoints=[[128, 128], [256, 128]],
+        image_grid_pinpoints=[[64, 64], [128, 64]],
     )
     model.config.image_token_id = 3
     batch: dict[str, Any] = make_batch(rows=2, tokens=40)
     batch["input_ids"][batch["input_ids"] == 3] = 4
     batch["input_ids"][0, 2:12] = 3
-    batch["pixel_values"] = torch.randn(1, 2, 3, 128, 128, dtype=torch.float64)
-    batch["image_sizes"] = torch.tensor([[128, 128]])
+    batch["pixel_values"] = torch.randn(1, 2, 3, 64, 64, dtype=torch.float64)
+    batch["image_sizes"] = torch.tensor([[64, 64]])
     settings = SETTINGS.replace(chunk_lengths=None, num_chunks=4)
     report = compare(model, batch, settings)
     assert report.exact, str(report)
@@ -291,6 +299,15 @@ def test_images_beside_the_embeddings_are_refused() -> None:
     }
     with pytest.raises(ConfigError, match="beside the tokens, not in their embeddings"):
         model(**make_batch(tokens=23), **images)
+
+
+def test_what_is_as_long_as_the_rows_by_chance_is_not_sliced() -> None:
+    model = build_tiny_model("qwen3_vl", dtype=torch.float32)
+    call = read_call(find_parts(model), model.forward, (), _with_images(model))
+    states = torch.zeros(2, 60, 32)
+    assert _as_inputs(call, {"inputs_embeds": states, "per_layer_inputs": states}).tokens
+    with pytest.raises(ConfigError, match=r"is given image_states .* cannot be sliced"):
+        _as_inputs(call, {"inputs_embeds": states, "image_states": states})
 
 
 @pytest.mark.parametrize("without", ["a token of the image", "types of tokens"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, BeitConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -50,6 +50,13 @@ def test_every_parameter_matters(family: str) -> None:
     for name, grad in gradients.by_name.items():
         assert grad is not None, name
         assert (grad.abs().max() > 1e-9) != name.endswith(expected_zero), name
+
+
+def test_nothing_is_dropped_by_chance() -> None:
+    """Encoders of images have rates of their own, for whole layers."""
+    config = BeitConfig(drop_path_rate=0.1, hidden_dropout_prob=0.1)
+    settings = shrink(config)
+    assert settings["drop_path_rate"] == settings["hidden_dropout_prob"] == 0
 
 
 def test_the_seed_decides_and_the_global_state_is_left_alone() -> None:
