@@ -53,7 +53,7 @@ def test_layers_with_other_numbers_of_heads_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "agrees"), [((3, 1, 5), True), ((1, 3, 2), True), ((4, 1, 2), False)]
+    ("other", "agrees"), [((3, 1, 5, 0), True), ((1, 3, 2, 0), True), ((4, 1, 2, 0), False)]
 )
 def test_replicas_that_share_sharded_weights_run_as_many_chunks(monkeypatch, other, agrees):
     """FSDP2 gathers weights for each chunk; by length, replicas may have other numbers of them."""
@@ -64,7 +64,7 @@ def test_replicas_that_share_sharded_weights_run_as_many_chunks(monkeypatch, oth
         config=SPPOConfig(),
         most_loss_tiles=lambda call, plan, whole_logits: 4,
     )
-    call: Any = SimpleNamespace(row_groups=lambda config: [(0, 2)])
+    call: Any = SimpleNamespace(row_groups=lambda config: [(0, 2)], encoder_inputs={})
     plan: Any = SimpleNamespace(num_chunks=3)
     if agrees:
         tiles = SequenceParallelEngine.check_plan(engine, call, plan, whole_logits=False)
