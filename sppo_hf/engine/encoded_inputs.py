@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +108,11 @@ def encode(call: ForwardCall) -> EncodedInputs:
         UnsupportedModelError: Its attention is not causal with these inputs.
     """
     parts = call.parts
+    optional = {"attention_mask": call.attention_mask, "position_ids": call.position_ids}
     given = {
         **call.tokens,
         **call.constants,
-        "attention_mask": call.attention_mask,
-        "position_ids": call.position_ids,
+        **{name: x for name, x in optional.items() if x is not None},
     }
     for argument in call.encoder_inputs:
         # A base model that takes any keyword could leave it unread.
@@ -122,16 +123,22 @@ def encode(call: ForwardCall) -> EncodedInputs:
                 "text decoder could then be given what it reads. Train on batches of text (leave "
                 f"{argument} out), or revert the model."
             )
-    run = functools.partial(_run_encoders, parts, given)
     if torch.is_grad_enabled() and train_encoders(parts):
+        layers = [one for one in encoders(parts) if isinstance(one, GradientCheckpointingLayer)]
+        run = functools.partial(_run_encoders, parts, given, layers)
         seen, output_class = checkpoint(run, use_reentrant=False)
     else:
-        seen, output_class = run()
+        seen, output_class = _run_encoders(parts, given, [])
     return EncodedInputs(_as_inputs(call, seen), output_class)
 
 
-def _run_encoders(parts: ModelParts, given: dict[str, Any]) -> tuple[dict[str, Any], type]:
-    """Return the arguments of the decoder, and the class of the base model's output."""
+def _run_encoders(
+    parts: ModelParts, given: dict[str, Any], recomputed: Sequence[nn.Module]
+) -> tuple[dict[str, Any], type]:
+    """Return the arguments of the decoder, and the class of the base model's output.
+
+    The layers of `recomputed` save their inputs alone.
+    """
     decoder = parts.decoder
     signature = inspect.signature(decoder.forward)
     seen: dict[str, Any] = {}
@@ -144,17 +151,14 @@ def _run_encoders(parts: ModelParts, given: dict[str, Any]) -> tuple[dict[str, A
         seen.update(arguments)
         return UnknownOutput(last_hidden_state=seen.get("inputs_embeds"))
 
-    layers = [
-        module for module in encoders(parts) if isinstance(module, GradientCheckpointingLayer)
-    ]
     rerun = functools.partial(checkpoint, use_reentrant=False)
     with (
         # So that masks which the base model builds say what they mean.
         attention_implementation(IMPLEMENTATION, (parts.text_config,)),
         patched_attribute("forward", {decoder: decode}),
         patched_attribute(CAPTURES, dict.fromkeys((parts.base, decoder), True)),
-        patched_attribute("gradient_checkpointing", dict.fromkeys(layers, True)),
-        patched_attribute("_gradient_checkpointing_func", dict.fromkeys(layers, rerun)),
+        patched_attribute("gradient_checkpointing", dict.fromkeys(recomputed, True)),
+        patched_attribute("_gradient_checkpointing_func", dict.fromkeys(recomputed, rerun)),
     ):
         output = parts.base(**given, use_cache=False, return_dict=True)
     return seen, type(output)

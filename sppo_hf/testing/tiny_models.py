@@ -709,11 +709,9 @@ def add_images(
     ids, labels = batch["input_ids"].clone(), batch["labels"].clone()
     if len(ids[0]) < (need := 1 + -(-images // len(ids)) * (tokens + 5)):
         raise ConfigError(f"tokens is {len(ids[0])}; {images} images of {tokens} need {need}")
-    owner = model.config
-    names = ("image_token_id", "image_token_index", "media_placeholder_token_id")
-    for name in names:
-        if hasattr(owner, name):
-            setattr(owner, name, IMAGE_TOKEN)
+    for name in ("image_token_id", "image_token_index", "media_placeholder_token_id"):
+        if hasattr(model.config, name):
+            setattr(model.config, name, IMAGE_TOKEN)
     ids[ids == IMAGE_TOKEN] += 1
     # Not in padding, which may be on the left.
     mask = batch.get("attention_mask", torch.ones_like(ids))
