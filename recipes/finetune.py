@@ -21,7 +21,7 @@ import torch
 from documents import INSTALLED_PACKAGES, Split, load_documents, split_documents
 from packing import RightPaddingCollator, pack_documents, spread_rows
 from peft import LoraConfig, PeftModel, get_peft_model
-from report import host_bytes, show, summarise
+from report import loaded_bytes, show, summarise
 from smollm2 import DEFAULT_MODEL, load_model, load_tokenizer
 from transformers import (
     HfArgumentParser,
@@ -137,7 +137,7 @@ def main(argv: list[str]) -> int:
         )
         with suppress_peft_warnings():
             model = get_peft_model(model, lora)
-    loaded_host_bytes = host_bytes()
+    loaded_host_bytes = loaded_bytes(model)
 
     if recipe.sppo_enabled:
         training.parallelism_config = sppo.to_plugin()  # the one argument that switches SPPO on

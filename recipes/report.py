@@ -128,8 +128,14 @@ def plain_loss(model: nn.Module, trainer: Trainer) -> float | None:
     return total / len(rows)
 
 
-def host_bytes() -> int:
-    """Resident memory of this process now."""
+def loaded_bytes(model: nn.Module) -> int:
+    """Resident memory of this process now, with the whole model in it.
+
+    On a CPU, weights of a file are mapped, and in memory when something has read them.
+    """
+    for weight in model.parameters():
+        if weight.device.type == "cpu":
+            weight.detach().sum()
     return psutil.Process().memory_info().rss
 
 

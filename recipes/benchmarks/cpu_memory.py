@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' own
 
 import torch
 from measuring import MHA, SHAPES, load, real_tokens
-from report import forget_peak, host_bytes, peak_host_bytes
+from report import forget_peak, loaded_bytes, peak_host_bytes
 from rich.console import Console
 from rich.table import Table
 from smollm2 import DEFAULT_MODEL
@@ -84,7 +84,7 @@ def measure(contender: str, model_name: str, tokens: int) -> dict[str, float]:
     input_ids = real_tokens(model_name, 1, tokens)
     model = CONTENDERS[contender](load(model_name))
     forget_peak()  # loading the weights does not count
-    loaded_bytes = host_bytes()
+    before_bytes = loaded_bytes(model)
     began = time.perf_counter()
     loss = model(input_ids=input_ids, labels=input_ids).loss
     loss.backward()
@@ -94,8 +94,8 @@ def measure(contender: str, model_name: str, tokens: int) -> dict[str, float]:
     )
     return {
         "seconds": seconds,
-        "loaded_bytes": loaded_bytes,
-        "peak_bytes_above_loaded": peak_host_bytes() - loaded_bytes,
+        "loaded_bytes": before_bytes,
+        "peak_bytes_above_loaded": peak_host_bytes() - before_bytes,
         "loss": loss.item(),
         "gradient_norm": norm.item(),
     }

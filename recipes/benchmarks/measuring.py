@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the recipes' own
 import torch
 from documents import installed_packages
 from packing import pack_documents
-from report import forget_peak, host_bytes, peak_host_bytes
+from report import forget_peak, loaded_bytes, peak_host_bytes
 from smollm2 import DEFAULT_MODEL, load_model, load_tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -99,7 +99,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     plugin = SPPOPlugin(show_progress=False, show_plan=False, **job["settings"])
     plugin.observer.subscribe(kept)
     plugin.convert(model)
-    loaded_bytes = host_bytes()
+    before_bytes = loaded_bytes(model)
     if job.get("warm_up", True):
         # As in every later step of a run that accumulates, gradients are there from the start.
         model(input_ids=input_ids, labels=input_ids).loss.backward()
@@ -116,7 +116,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "stall_seconds": kept.record.offload.stall_seconds,
-        "peak_bytes_above_loaded": peak_host_bytes() - loaded_bytes,
+        "peak_bytes_above_loaded": peak_host_bytes() - before_bytes,
         # Weights are loaded before, and no optimizer runs here.
         "predicted_bytes_above_loaded": predicted - loaded,
         "predicted_causes": dict(device.items()),

@@ -15,12 +15,12 @@ from tests.attacks.outcomes import (
 from tests.sweeps import ALL
 
 AREAS: dict[str, int] = {
-    "batches": 180 if ALL else 90,
+    "batches": 180 if ALL else 60,
     "checkpoints": 24,
     "commands": 32 if ALL else 16,
     "disk": 20 if ALL else 9,
-    "models": 24 if ALL else 8,
-    "ranks": 3,
+    "models": 24 if ALL else 6,
+    "ranks": 3 if ALL else 2,
     "settings": 200 if ALL else 60,
 }
 """Module of this folder, and how many of its cases CI tries."""

@@ -3,8 +3,7 @@
 {"argv": ["recipes/finetune.py", "--max_steps", "3"]}
 {"module": "sppo_hf.run", "argv": ["--config", "sppo.yaml", "train.py"], "environment": {...}}
 
-With `nodes` the ranks are those of that many nodes. `cached` names functions of libraries that are
-asked the same again and again, and answer once.
+With `nodes` the ranks are those of that many nodes.
 
 What most scripts import is imported here, before ranks are forked.
 """
@@ -12,10 +11,8 @@ What most scripts import is imported here, before ranks are forked.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
-import pkgutil
 import runpy
 import sys
 from pathlib import Path
@@ -39,10 +36,6 @@ def main(job: dict[str, Any]) -> None:
         local = int(os.environ["WORLD_SIZE"]) // job["nodes"]
         os.environ["LOCAL_WORLD_SIZE"] = str(local)
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % local)
-    for name in job.get("cached", ()):
-        owner, _, function = name.rpartition(".")
-        found = pkgutil.resolve_name(owner)
-        setattr(found, function, functools.cache(getattr(found, function)))
     if "module" in job:
         sys.argv = [job["module"], *job["argv"]]
         sys.path[0] = os.getcwd()

@@ -44,11 +44,8 @@ def finetune(folder, *options, started=False):
         )  # fmt: skip
         status, printed = done.returncode, done.stdout + done.stderr
     else:
-        # Transformers reads the default model's file five times, each time for seconds.
-        reading = "transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint"
-        job = {"argv": argv, "cached": ["gguf.GGUFReader", "gguf.get_tensor_name_map", reading]}
         ended = fork_server().launch(
-            "tests.recipes.script_ranks", job, ranks=1, folder=place, limit=540
+            "tests.recipes.script_ranks", {"argv": argv}, ranks=1, folder=place, limit=540
         )
         (status,), (printed,) = ended.codes, ended.logs
     path = folder / "report.json"

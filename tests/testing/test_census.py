@@ -67,11 +67,11 @@ def test_types_with_one_outcome_share_a_row() -> None:
 @pytest.mark.filterwarnings("ignore")  # families warn at their first import
 def test_every_other_type_is_exact_or_refused_or_not_tried() -> None:
     elsewhere = {family.model_type for family in FAMILIES.values()}
-    found = census(sample([name for name in TYPES if name not in elsewhere], 18))
+    found = census(sample([name for name in TYPES if name not in elsewhere], 30))
     counts = Counter(outcome.status for outcome in found.values())
     wrong = {name: outcome for name, outcome in found.items() if outcome.status == "not exact"}
     assert not wrong
     assert all(outcome.detail for outcome in found.values()), "whatever is not exact says why"
-    assert counts["exact"] >= (40 if ALL else 2), counts
+    assert counts["exact"] >= (40 if ALL else 1), counts
     images = Counter(outcome.images.status for outcome in found.values() if outcome.images)
     assert images["exact"] >= (25 if ALL else 0), images
