@@ -308,6 +308,22 @@ def test_what_is_as_long_as_the_rows_by_chance_is_not_sliced() -> None:
     assert _as_inputs(call, {"inputs_embeds": states, "per_layer_inputs": states}).tokens
     with pytest.raises(ConfigError, match=r"is given image_states .* cannot be sliced"):
         _as_inputs(call, {"inputs_embeds": states, "image_states": states})
+    kinds = {"mm_token_type_ids": states[..., 0]}
+    assert _as_inputs(call, {"inputs_embeds": states, **kinds}).tokens.keys() >= kinds.keys()
+
+
+def test_rows_without_a_mask() -> None:
+    """Positions then say which tokens see each other, and a model counts them for images."""
+    model = build_tiny_model("gemma4")
+    batch = _with_images(model)
+    assert "attention_mask" not in batch
+    report = compare(model, batch, SETTINGS.replace(chunk_lengths=None, num_chunks=3))
+    assert report.exact, str(report)
+    call = read_call(find_parts(model), model.forward, (), batch)
+    positions = torch.cat([torch.arange(20), torch.arange(25, 65)])
+    seen = {"inputs_embeds": torch.zeros(2, 60, 32), "position_ids": positions}
+    with pytest.raises(ConfigError, match=r"several packed documents\. Remedy: give an attention"):
+        _as_inputs(call, seen)
 
 
 @pytest.mark.parametrize("without", ["a token of the image", "types of tokens"])
