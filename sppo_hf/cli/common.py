@@ -162,6 +162,8 @@ class PlanningArguments:
     ] = None
     offload_dir: str | None = None
     """An option of `sppo plan` only."""
+    images: bool = False
+    """An option of `sppo estimate` only."""
     hardware: Hardware = None
     lora: Lora = None
     micro_batch_size: MicroBatchSize = 1
@@ -212,6 +214,7 @@ class PlanningArguments:
         name = path.parent.name or path.name if path.name == "config.json" else self.model
         name = name if len(name) <= _WIDTH else f"…{name[-_WIDTH:]}"
         lora = "" if self.lora is None else f", LoRA rank {self.lora}"
+        lora += ", rows with images" if self.images else ""
         return name + lora + ("" if self.dtype == "bfloat16" else f", {self.dtype}")
 
     def plan_request(self, *, devices_of_host: int = 1) -> PlanRequest:
@@ -232,6 +235,7 @@ class PlanningArguments:
             total_tokens=parse_tokens(self.seq_len),
             batch_rows=self.micro_batch_size,
             accumulates=self.accumulate,
+            images=self.images,
             dtype_name=self.dtype,
             lora_rank=self.lora,
             trace=trace_unknown_model,
@@ -253,6 +257,8 @@ class PlanningArguments:
                 f". Host memory: {ASSUMED_HOST_MEMORY}{each} is assumed; --host-memory sets the"
                 " machine's"
             )
+        if self.images:
+            note += ". What the encoders themselves need is not counted"
         if is_quantized(read_model(self.model)):
             note += (
                 f". Weights are counted in {self.dtype}: this checkpoint's are quantized, which"

@@ -6,6 +6,7 @@ Neither torch nor Transformers is imported, so the answer comes at once.
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import typer
 
@@ -17,14 +18,27 @@ from sppo_hf.reporting.plan_tables import estimate_table
 _SUGGESTED_LORA_RANK = 16
 
 
+Images = Annotated[
+    bool,
+    typer.Option(
+        "--images",
+        help="Rows have images, video or sound: what the text decoder is given for all tokens is"
+        " held. Encoders are not counted, and adapters are those of the decoder.",
+    ),
+]
+
+
 @common.with_options(common.PlanningArguments)
-def estimate(arguments: common.PlanningArguments, as_json: common.AsJson = False) -> None:
+def estimate(
+    arguments: common.PlanningArguments, images: Images = False, as_json: common.AsJson = False
+) -> None:
     """Say whether training MODEL at a length fits a machine, how fast, and what breaks first.
 
     The machine need not be this one, and no weights are read.
 
     Exit code 0: it fits. 1: it does not. 2: bad input.
     """
+    arguments = dataclasses.replace(arguments, images=images)
     with common.bad_input(as_json):
         request = arguments.plan_request()
         answer = assess_request(request)

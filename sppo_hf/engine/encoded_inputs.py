@@ -41,6 +41,7 @@ from sppo_hf.engine.model_parts import (
     patched_attribute,
 )
 from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.planning.config_file import count_embedded
 
 # B batch rows, T tokens of the sequence, D model width, E tokens that stand for images.
 
@@ -50,9 +51,6 @@ _ADDED_IN_LAYERS = {
 }
 """Tensors `[E, D]`, one for each of some layers, which a decoder adds to the hidden states at the
 tokens that a mask marks (DeepStack, arXiv 2406.04334), and the name of the mask."""
-
-_LAYERS_ADDED_TO = ("deepstack_visual_indexes", "deepstack_layer_map", "spatial_target_layers")
-"""Fields of configurations with an entry for each of these tensors."""
 
 _PER_LAYER = "per_layer_inputs"
 """Embeddings `[B, T, layers, size]` that layers read beside the hidden states (Gemma 4)."""
@@ -82,19 +80,17 @@ def train_encoders(parts: ModelParts) -> bool:
     return any(parameter.requires_grad for group in own for parameter in group)
 
 
-def encoded_bytes(call: ForwardCall) -> tuple[int, int]:
+def encoded_token_bytes(call: ForwardCall) -> tuple[int, int]:
     """Device bytes of the inputs of `encode`, held until forward ends, and of their gradients.
 
-    Of tensors that are added in layers, as many as the configuration names.
+    For each token, as in `ModelShape`; nothing for rows of text alone.
     """
+    if not call.encoder_inputs:
+        return 0, 0
     parts = call.parts
     embedding = parts.causal_lm.get_input_embeddings()
-    config = parts.causal_lm.config
-    owners = config, getattr(config, "vision_config", None)
-    named = (getattr(owner, name, None) or () for owner in owners for name in _LAYERS_ADDED_TO)
-    added = sum(map(len, named))
     size = parts.causal_lm.dtype.itemsize * parts.text_config.hidden_size
-    held = (1 + added) * call.batch_rows * call.total_tokens * size
+    held = count_embedded(parts.causal_lm.config) * size
     trained = any(p.requires_grad for p in embedding.parameters()) or train_encoders(parts)
     # Autograd assembles the gradient of all tokens from those of chunks.
     return held, 2 * held if trained and torch.is_grad_enabled() else 0

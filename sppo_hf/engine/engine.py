@@ -34,7 +34,7 @@ from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import as_current_device
-from sppo_hf.engine.encoded_inputs import EncodedInputs, encode, encoded_bytes
+from sppo_hf.engine.encoded_inputs import EncodedInputs, encode, encoded_token_bytes
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.foreign_code import check_foreign_code, check_rotary_hooks
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
@@ -272,7 +272,7 @@ class Engine:
                 *(rows, tokens, device),
                 return_logits=logits.whole,
                 router_loss=call.router_loss,
-                encoded_bytes=encoded_bytes(call) if call.encoder_inputs else (0, 0),
+                encoded_token_bytes=encoded_token_bytes(call),
             )
             loss_tiles = self.check_plan(call, plan, whole_logits=bool(CollectedLogits(logits)))
             self.placement.place_as_planned(plan, device)
@@ -384,7 +384,7 @@ class Engine:
         *,
         return_logits: bool = False,
         router_loss: bool = False,
-        encoded_bytes: tuple[int, int] = (0, 0),
+        encoded_token_bytes: tuple[int, int] = (0, 0),
     ) -> Plan:
         """The plan for batches of this shape; made and shown at the first call, then reused.
 
@@ -398,7 +398,7 @@ class Engine:
             *(batch_rows, total_tokens, device, self.observer),
             return_logits=return_logits,
             router_loss=router_loss,
-            encoded_bytes=encoded_bytes,
+            encoded_token_bytes=encoded_token_bytes,
         )
 
     def shape(self) -> ModelShape:

@@ -69,7 +69,7 @@ class BatchShape(NamedTuple):
     """Whether the logits of all tokens are kept."""
     router_loss: bool = False
     """See `ModelShape`."""
-    encoded_bytes: tuple[int, int] = (0, 0)
+    encoded_token_bytes: tuple[int, int] = (0, 0)
     """See `ModelShape`."""
     micro_batches: int = 1
     """Number of micro-batches of a pipeline's step."""
@@ -366,12 +366,12 @@ class PlanCache:
         *,
         return_logits: bool = False,
         router_loss: bool = False,
-        encoded_bytes: tuple[int, int] = (0, 0),
+        encoded_token_bytes: tuple[int, int] = (0, 0),
     ) -> Plan:
         """The plan for batches of this shape; made and shown at the first call, then reused.
 
         With `return_logits` the plan counts the logits of all tokens, with `router_loss` what that
-        keeps, and `encoded_bytes` as `ModelShape` does.
+        keeps, and `encoded_token_bytes` as `ModelShape` does.
 
         Raises:
             ConfigError: The device's type is not supported, or the settings do not fit the length.
@@ -390,7 +390,7 @@ class PlanCache:
         trained = self.trained if training else b""
         shape = BatchShape(
             *(batch_rows, total_tokens, training, device, trained, return_logits, router_loss),
-            encoded_bytes=encoded_bytes,
+            encoded_token_bytes=encoded_token_bytes,
         )
         if shape not in self._plans:
             plan = self._plan_within(shape, observer)
@@ -493,7 +493,11 @@ class PlanCache:
         """Return the request of a plan for batches of this shape; `options` are fields of it."""
         device = batch.device
         use_expandable_segments(device)
-        shape = replace(shape, router_loss=batch.router_loss, encoded_bytes=batch.encoded_bytes)
+        shape = replace(
+            shape,
+            router_loss=batch.router_loss,
+            encoded_token_bytes=batch.encoded_token_bytes,
+        )
         name, reason = self.describe_backends(shape, device)
         if self._group is not None:
             shape = replace(shape, sp=self._group.size)

@@ -25,7 +25,12 @@ from sppo_hf.rules import refuse, show
 from sppo_hf.text_files import MAX_JSON_BYTES, parse_json, read_text
 
 # Sub-configurations of multimodal models; other nested objects (rotary parameters) stay dicts.
-_SUB_CONFIGS = ("text_config", "vision_config", "audio_config")
+_ENCODERS = ("vision_config", "audio_config")
+_SUB_CONFIGS = ("text_config", *_ENCODERS)
+
+# Settings with an entry for each layer behind which a decoder adds features of images (DeepStack,
+# arXiv 2406.04334).
+_LAYERS_ADDED_TO = ("deepstack_visual_indexes", "deepstack_layer_map", "spatial_target_layers")
 
 MAX_MODULES = 2048
 """Most layers, or experts of a layer, that a model may have where it is built.
@@ -164,6 +169,21 @@ def text_config(config: object) -> object:
     """Returns the decoder's own config: multimodal configs keep it one level down."""
     getter = getattr(config, "get_text_config", None)
     return getter() if callable(getter) else getattr(config, "text_config", None) or config
+
+
+def has_encoders(config: object) -> bool:
+    """Whether a model has encoders of images or sound, by the settings that these have."""
+    return any(getattr(config, name, None) is not None for name in _ENCODERS)
+
+
+def count_embedded(config: object) -> int:
+    """Returns how many tensors as wide as its layers a decoder is given for rows with images.
+
+    Embeddings of all tokens, and features that are added behind some layers, if settings name them.
+    """
+    owners = config, getattr(config, "vision_config", None)
+    named = (getattr(owner, name, None) or () for owner in owners for name in _LAYERS_ADDED_TO)
+    return 1 + sum(map(len, named))
 
 
 def classifier_kind(config: object) -> str | None:

@@ -37,7 +37,13 @@ from sppo_hf.planning.chunk_bounds import (
     names_cut,
     partitions_of,
 )
-from sppo_hf.planning.config_file import check_config, classifier_outputs, text_config
+from sppo_hf.planning.config_file import (
+    check_config,
+    classifier_outputs,
+    count_embedded,
+    has_encoders,
+    text_config,
+)
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.hardware import HardwareProfile
@@ -134,6 +140,7 @@ def request_for(
     total_tokens: int,
     batch_rows: int = 1,
     accumulates: bool = False,
+    images: bool = False,
     dtype_name: str = "bfloat16",
     lora_rank: int | None = None,
     trace: Tracer,
@@ -142,14 +149,20 @@ def request_for(
 
     `model_config` is a Transformers config, or an object with the fields of a `config.json`; naming
     `offload_dir` gives the machine a disk. `profile` has its speeds, and its capacities where
-    `config` names no budget. `dtype_name` is one of `DTYPE_BYTES`, and `lora_rank` that of float32
-    adapters on all linear layers. `trace` makes the model's profile if it is not known.
+    `config` names no budget. With `images`, rows have some (or sound), whose encoders run outside
+    of the plan. `dtype_name` is one of `DTYPE_BYTES`, and `lora_rank` that of float32 adapters on
+    all linear layers. `trace` makes the model's profile if it is not known.
 
     Raises:
         UnsupportedModelError: the engine refuses this family.
-        ConfigError: a rank below one, or sizes that make no model.
+        ConfigError: a rank below one, sizes that make no model, or `images` for a model of text.
     """
     check_config(model_config)
+    if images and not has_encoders(model_config):
+        raise ConfigError(
+            "--images is set, but this model's configuration has no encoder of images or sound "
+            "(vision_config, audio_config). Remedy: leave it out."
+        )
     size = DTYPE_BYTES[dtype_name]
     lora = None if lora_rank is None else LoraShape(rank=lora_rank)
     training = Training(
@@ -165,6 +178,9 @@ def request_for(
         shape = replace(shape, router_loss=routed)
     else:
         shape = shape.with_classifier(outputs)
+    if images:
+        held = count_embedded(model_config) * shape.hidden_size * size
+        shape = replace(shape, encoded_token_bytes=(held, 2 * held if lora is None else 0))
     return PlanRequest(
         shape=shape,
         config=config,

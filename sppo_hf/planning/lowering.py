@@ -736,8 +736,9 @@ def _add_hidden_states(device: dict[Cause, Level], tables: ByteTables) -> None:
         freed = points.arrange(0, 0, freed)
         freed[-1] += embedded_back
         device[Cause.HIDDEN] = _level_of_changes(0, allocated, freed)
-    if any(tables.shape.encoded_bytes):
-        forward, backward = tables.shape.encoded_bytes
+    if any(tables.shape.encoded_token_bytes):
+        tokens = tables.rows * tables.row_tokens
+        forward, backward = (tokens * size for size in tables.shape.encoded_token_bytes)
         # By layer the gradient of embeddings is that of the first layer's input.
         backward = 0 if points.by_layer else backward
         _add(device, Cause.HIDDEN, _held(points.arrange(forward, forward, backward)))

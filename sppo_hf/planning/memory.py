@@ -476,6 +476,11 @@ class ByteTables:
         """Returns a table [kinds, chunks] as [chunks, layers]."""
         return table[self.kind_of].T
 
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of each row, those of all ranks that share it."""
+        return self._decisions.bounds[-1][1]
+
     # -- streamed K/V --------------------------------------------------------------------------
 
     @cached_property
@@ -835,7 +840,8 @@ class ByteTables:
         shape = self.shape
         token_bytes = self.training * self.rows * shape.hidden_size * shape.dtype_bytes
         whole = 0
-        if self.device_kind == "cpu" and shape.embedding_trained and not any(shape.encoded_bytes):
+        embedded_at_once = self.device_kind == "cpu" and not any(shape.encoded_token_bytes)
+        if embedded_at_once and shape.embedding_trained:
             whole = token_bytes * int(self.ends[-1])
         held = 2 if shape.head_width is None else 1 + 2 * self._sp
         return held * token_bytes * self.lengths, whole, 2 * whole

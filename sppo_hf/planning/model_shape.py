@@ -129,9 +129,9 @@ class ModelShape:
     router_loss: bool = False
     """Whether a loss of routers keeps what they give."""
 
-    encoded_bytes: tuple[int, int] = (0, 0)
-    """Bytes held for all rows of a batch with images or sound: in forward the embeddings of all
-    tokens, in which these are, and in backward their gradients."""
+    encoded_token_bytes: tuple[int, int] = (0, 0)
+    """Bytes held for each token of rows with images or sound, from the first chunk to the last: in
+    forward the embeddings, in which these are, and in backward their gradients."""
 
     head_width: int | None = None
     """Outputs of a classifier's head for a token, which runs on the hidden states of whole rows;

@@ -233,3 +233,28 @@ def test_the_command_imports_no_torch(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     ran = subprocess.run([sys.executable, "-c", _START, model], capture_output=True, check=False)
     assert ran.returncode == 0, ran.stderr.decode()
+
+
+def test_what_rows_with_images_hold_is_counted(tmp_path: Path) -> None:
+    """Embeddings and DeepStack's tensors of all tokens."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = {**TINY, "model_type": "qwen3_vl_text", "rope_parameters": rope}
+    for name in ("architectures", "rope_scaling", "rope_theta"):
+        del text[name]
+    vision = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "depth": 2}
+    vision |= {"num_heads": 2, "deepstack_visual_indexes": [0, 1]}
+    fields = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision}
+    model = write_config(tmp_path, fields)
+    question = (model, "--seq-len", "4096", "--micro-batch-size", "2", "--num-chunks", "4")
+    run(*question)  # traces the model, at which libraries may print
+    (_, without), (_, with_images) = (read_json(*question, *m) for m in ((), ("--images",)))
+    hidden = [one["peak_by_cause"]["device"]["hidden"] for one in (without, with_images)]
+    assert hidden[1] - hidden[0] == 3 * 2 * 4096 * 64 * 2
+    code, out, _ = run(*question, "--images")
+    assert code == 0
+    flat = " ".join(out.split())
+    assert "rows with images" in flat
+    assert "What the encoders themselves need is not counted" in flat
+    code, _, err = run(write_config(tmp_path, TINY), "--seq-len", "1K", "--images")
+    assert code == 2
+    assert "--images is set, but this model's configuration has no encoder" in " ".join(err.split())

@@ -205,9 +205,9 @@ def test_a_batch_of_text_between_batches_with_images() -> None:
                 loss.backward()
     grads = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.allclose(p.grad, q.grad, atol=1e-9) for p, q in grads)
-    planned = [p.shape.encoded_bytes for p in get_engine(model).plans._plans.values()]
+    planned = [p.shape.encoded_token_bytes for p in get_engine(model).plans._plans.values()]
     # Two tensors are added in layers; gradients of slices are summed beside their sum.
-    held = 3 * 2 * 60 * plain.config.text_config.hidden_size * 8
+    held = 3 * plain.config.text_config.hidden_size * 8
     assert sorted(set(planned)) == [(0, 0), (held, 2 * held)]
 
 
@@ -239,8 +239,8 @@ def test_images_that_are_added_in_layers_chosen_by_number() -> None:
     assert report.exact, str(report)
     convert(model, settings)(**batch)
     (plan,) = get_engine(model).plans._plans.values()
-    held = (1 + 3) * 2 * 40 * model.config.text_config.hidden_size * 8
-    assert plan.shape.encoded_bytes == (held, 2 * held)
+    held = (1 + 3) * model.config.text_config.hidden_size * 8
+    assert plan.shape.encoded_token_bytes == (held, 2 * held)
 
 
 @pytest.mark.parametrize(

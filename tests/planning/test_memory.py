@@ -105,17 +105,17 @@ def test_a_classifiers_head_is_narrow_and_takes_the_hidden_states_of_whole_rows(
 def test_embeddings_with_images_are_held_for_all_tokens(order: Order, device: str) -> None:
     """By layer their gradient is that of the first layer's input, which is there anyway."""
     bounds = ((0, 40), (40, 64))
-    batch = Batch(batch_rows=1, tile_tokens=16, training=True)
+    batch = Batch(batch_rows=2, tile_tokens=16, training=True)
     decisions = batch.decisions(bounds, SHAPE.num_layers, order)
     frozen = replace(SHAPE, trainable_parameters=0)
     held: dict[bool, Any] = {}
     for encoded in (False, True):
-        shape = replace(frozen, encoded_bytes=(5000, 9000)) if encoded else frozen
+        shape = replace(frozen, encoded_token_bytes=(50, 90)) if encoded else frozen
         program = StepProgram(decisions, shape, device)
         held[encoded] = program.levels["device"][Cause.HIDDEN].during
     more, forwards = held[True] - held[False], program.points.num_forward
-    assert set(more[:forwards]) == {5000}
-    assert set(more[forwards:]) == {9000 if order == "by_chunk" else 0}
+    assert set(more[:forwards]) == {2 * 64 * 50}
+    assert set(more[forwards:]) == {2 * 64 * 90 if order == "by_chunk" else 0}
 
 
 def test_a_vocabulary_gradient_is_made_before_it_is_added() -> None:
