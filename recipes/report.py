@@ -129,7 +129,7 @@ def plain_loss(model: nn.Module, trainer: Trainer) -> float | None:
 
 
 def loaded_bytes(model: nn.Module) -> int:
-    """Resident memory of this process now, with the whole model in it.
+    """Resident bytes of this process now, with the whole model in memory.
 
     On a CPU, weights of a file are mapped, and in memory when something has read them.
     """

