@@ -93,7 +93,7 @@ def _answer(path: Path) -> PlanResult:
     return assess_request(
         request_for(
             load_config(path),
-            SPPOConfig(),
+            SPPOConfig(num_chunks=2),  # the longest length is found sooner in few chunks
             profile=load_profile("h100"),
             total_tokens=16_384,
             trace=trace_config,

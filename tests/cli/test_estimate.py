@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from sppo_hf.cli import app
 from tests.cli.configs import LLAMA_8B, TINY, write_config
 
-# Limits are found sooner on a small one, and of a length that is too long in few chunks.
+# Limits are found sooner on a small one and in few chunks.
 SMALL = ("--device-memory", "40GiB", "--host-memory", "64GiB", "--lora", "16")
-TOO_LONG = ("--seq-len", "512K", *SMALL, "--num-chunks", "32")
+TOO_LONG = ("--seq-len", "256K", "--num-chunks", "8", "--device-memory", "40GiB", "--lora", "16")
+TOO_LONG += ("--host-memory", "32GiB")
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -116,7 +117,8 @@ def test_assumed_host_memory_is_a_limit_and_is_named(tmp_path: Path) -> None:
     model = write_config(tmp_path, LLAMA_8B)
     lengths = []
     for host in ((), ("--host-memory", "128GiB"), ("--host-memory", "256GiB")):
-        flat = " ".join(run(model, "--seq-len", "8K", "--lora", "16", *host)[1].split())
+        question = (model, "--seq-len", "8K", "--lora", "16", "--num-chunks", "8")
+        flat = " ".join(run(*question, *host)[1].split())
         assert ("128GiB is assumed; --host-memory" in flat) == (not host)
         (longest,) = re.findall(r"longest ([\d,]+) tokens", flat)
         lengths.append(int(longest.replace(",", "")))
@@ -246,6 +248,7 @@ def test_what_rows_with_images_hold_is_counted(tmp_path: Path) -> None:
     fields = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision}
     model = write_config(tmp_path, fields)
     question = (model, "--seq-len", "4096", "--micro-batch-size", "2", "--num-chunks", "4")
+    question += ("--device-memory", "2GiB", "--host-memory", "1GiB")
     run(*question)  # traces the model, at which libraries may print
     (_, without), (_, with_images) = (read_json(*question, *m) for m in ((), ("--images",)))
     hidden = [one["peak_by_cause"]["device"]["hidden"] for one in (without, with_images)]

@@ -77,7 +77,7 @@ _PIPELINES = {
     ),
 }
 
-_TOGETHER = ("units shared between stages",)
+_TOGETHER = ("the paper's rule", "units shared between stages", "shared units, K/V on the host")
 """Have nothing that others have not."""
 
 

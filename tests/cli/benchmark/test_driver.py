@@ -21,6 +21,7 @@ import pytest
 from sppo_hf.cli.benchmark.driver import (
     Benchmark,
     Workers,
+    _row,
     extrapolate,
     extrapolate_length,
     last_line,
@@ -31,6 +32,8 @@ from sppo_hf.cli.benchmark.results import Job, Numbers, ResultFile, Row
 from sppo_hf.cli.benchmark.worker import _PR_SET_PDEATHSIG, end_with_parent
 from tests.cli.benchmark.made_rows import ENVIRONMENT, JOB, speed_row
 from tests.cli.benchmark.tiny import FIELDS, tiny_job
+from tests.integrations.launch import run_ranks
+from tests.sweeps import ALL
 
 
 class PretendedWorker:
@@ -578,12 +581,16 @@ def test_workers_see_one_gpu_with_expandable_segments() -> None:
         assert worker_environment(own) == own
 
 
-def test_a_real_worker_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_worker_from_start_to_end(tmp_path: Path) -> None:
+    """Started with everything asked for; else forked, which spares it ten seconds of imports."""
     pytest.importorskip("peft")
-    # The compiler, which PEFT's imports ask for, takes the worker two seconds.
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     job = tiny_job(tmp_path, "sppo-full", lora_rank=4, steps=2)
-    row = Workers(timeout_seconds=100, logs=tmp_path / "logs").run(job)
+    if ALL:
+        row = Workers(timeout_seconds=100, logs=tmp_path / "logs").run(job)
+    else:
+        given = {"given": dataclasses.asdict(job)}
+        run_ranks("tests.cli.benchmark.worker_rank", given, 1, tmp_path)
+        *_, row = filter(None, map(_row, (tmp_path / "rank0.log").read_text().splitlines()))
     assert row.status == "measured", row.reason
     assert row.job == job
     assert len(row.numbers.step_seconds) == 2
