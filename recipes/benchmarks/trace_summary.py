@@ -14,6 +14,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,14 +24,12 @@ from sppo_hf.cli.benchmark.trace_summary import (
     STEP_LABEL,
     Division,
     Span,
-    Summary,
     divide,
     intersect,
     on_host,
     read_events,
     span_of,
     subtract,
-    summarise,
     total_seconds,
 )
 from sppo_hf.reporting.plan_tables import format_seconds
@@ -103,20 +102,36 @@ def describe(span: Span, found: Division) -> Gap:
     )
 
 
-def show(summary: Summary, largest: list[Gap], console: Console) -> None:
+def seconds_of(found: Division) -> dict[str, Any]:
+    """The seconds of a step by cause, and of its compute by class of kernel, for JSON."""
+    return {
+        "step_seconds": total_seconds([found.step]),
+        "compute_seconds": total_seconds(found.compute),
+        "exposed_copy_seconds": total_seconds(found.copying),
+        "launch_gap_seconds": total_seconds(found.launching),
+        "other_seconds": total_seconds(found.waiting),
+        "class_seconds": found.class_seconds(),
+        "on_device": found.on_device,
+    }
+
+
+def show(taken: dict[str, Any], largest: list[Gap], console: Console) -> None:
     """Two tables on the terminal."""
-    device = "" if summary.on_device else " (no device: the host's operators are the compute)"
-    console.print(f"Step of {format_seconds(summary.step_seconds)}{device}")
+    device = "" if taken["on_device"] else " (no device: the host's operators are the compute)"
+    step_seconds = taken["step_seconds"]
+    console.print(f"Step of {format_seconds(step_seconds)}{device}")
     table = Table()
     for heading in ("", "seconds", "share"):
         table.add_column(heading, justify="right" if heading else "left")
-    for name, (seconds, share) in summary.shares().items():
-        table.add_row(name, format_seconds(seconds), f"{share:.1%}")
-    for name, seconds in summary.class_seconds.items():
-        if seconds:
-            table.add_row(
-                f"  {name}", format_seconds(seconds), f"{seconds / summary.step_seconds:.1%}"
-            )
+    rows = {
+        "compute": taken["compute_seconds"],
+        "exposed copy": taken["exposed_copy_seconds"],
+        "launch gaps": taken["launch_gap_seconds"],
+        "other": taken["other_seconds"],
+    }
+    rows |= {f"  {name}": seconds for name, seconds in taken["class_seconds"].items() if seconds}
+    for name, seconds in rows.items():
+        table.add_row(name, format_seconds(seconds), f"{seconds / step_seconds:.1%}")
     console.print(table)
     gaps = Table(title="Largest gaps between kernels", show_lines=True)
     for heading in ("at", "long", "what", "unit", "after", "before", "host's longest call"):
@@ -136,15 +151,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args(argv)
     try:
-        events = read_events(options.trace)
-        summary, largest = summarise(events), largest_gaps(divide(events), options.gaps)
+        found = divide(read_events(options.trace))
+        taken, largest = seconds_of(found), largest_gaps(found, options.gaps)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"{options.trace} cannot be summarised: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(asdict(summary) | {"gaps": [asdict(gap) for gap in largest]}))
+        print(json.dumps(taken | {"gaps": [asdict(gap) for gap in largest]}))
     else:
-        show(summary, largest, Console())
+        show(taken, largest, Console())
     return 0
 
 

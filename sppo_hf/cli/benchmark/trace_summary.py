@@ -62,44 +62,6 @@ Span = tuple[float, float]
 """Start and end in microseconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """The seconds of a step by cause."""
-
-    step_seconds: float
-    compute_seconds: float
-    exposed_copy_seconds: float
-    launch_gap_seconds: float
-    other_seconds: float
-    class_seconds: Mapping[str, float]
-    """Compute seconds by class of kernel, in the order of `CLASSES`, then `REST`."""
-
-    on_device: bool
-    """Whether kernels were traced; else the host's operators count as compute."""
-
-    def shares(self) -> dict[str, tuple[float, float]]:
-        """Return seconds and share of the step by cause."""
-        parts = {
-            "compute": self.compute_seconds,
-            "exposed copy": self.exposed_copy_seconds,
-            "launch gaps": self.launch_gap_seconds,
-            "other": self.other_seconds,
-        }
-        return {name: (seconds, seconds / self.step_seconds) for name, seconds in parts.items()}
-
-    def microseconds_per_token(self, tokens: int) -> dict[str, float]:
-        """Return the step's microseconds per token, by class of kernel and kind of gap.
-
-        Args:
-            tokens: Number of tokens that the step trained.
-        """
-        parts = dict(self.class_seconds)
-        parts["exposed copies to or from the host"] = self.exposed_copy_seconds
-        parts["launch gaps"] = self.launch_gap_seconds
-        parts["waiting for the device"] = self.other_seconds
-        return {name: 1e6 * seconds / tokens for name, seconds in parts.items()}
-
-
 FILE = "profile.json"
 
 
@@ -124,13 +86,13 @@ def profiles(rows: Iterable[Row], folder: Path) -> list[dict[str, Any]]:
             found.append({**known, **now})
             continue
         try:
-            summary = summarise(read_events(path))
+            step = divide(read_events(path))
         except (ValueError, KeyError, TypeError, EOFError):
             continue  # the worker was killed while it wrote the trace
         traced = {
-            "traced_us_per_token": 1e6 * summary.step_seconds / tokens,
-            "parts_us_per_token": summary.microseconds_per_token(tokens),
-            "on_device": summary.on_device,
+            "traced_us_per_token": 1e6 * total_seconds([step.step]) / tokens,
+            "parts_us_per_token": step.microseconds_per_token(tokens),
+            "on_device": step.on_device,
         }
         found.append({**place, **now, **traced})
     if found:
@@ -184,7 +146,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Events and times of a traced step; each list of spans is sorted, in microseconds."""
+    """A traced step, divided; each list of spans is sorted, in microseconds."""
 
     complete: list[Mapping[str, Any]]
     """All complete events ("X") of the trace."""
@@ -193,13 +155,46 @@ class Division:
     """The step's kernels; in a trace without a device the host's operators."""
 
     on_device: bool
+    """Whether kernels were traced; else the host's operators count as compute."""
+
     step: Span
     compute: list[Span]
     copying: list[Span]
     """Exposed copies."""
 
     launching: list[Span]
+    """Launch gaps."""
+
     waiting: list[Span]
+    """The other time in which the device is idle."""
+
+    def class_seconds(self) -> dict[str, float]:
+        """Return the compute seconds by class of kernel, in the order of `CLASSES`, then `REST`."""
+        spans: dict[str, list[Span]] = {name: [] for name in CLASSES}
+        for kernel in self.kernels:
+            words = str(kernel["name"])
+            name = next((name for name, pattern in CLASSES.items() if pattern.search(words)), None)
+            if name is not None:
+                spans[name].append(span_of(kernel))
+        found: dict[str, float] = {}
+        rest = self.compute
+        for name, of_class in spans.items():
+            own = intersect(rest, _union(of_class))
+            found[name] = total_seconds(own)
+            rest = subtract(rest, own)
+        return {**found, REST: total_seconds(rest)}
+
+    def microseconds_per_token(self, tokens: int) -> dict[str, float]:
+        """Return the step's microseconds per token, by class of kernel and kind of gap.
+
+        Args:
+            tokens: Number of tokens that the step trained.
+        """
+        parts = self.class_seconds()
+        parts["exposed copies to or from the host"] = total_seconds(self.copying)
+        parts["launch gaps"] = total_seconds(self.launching)
+        parts["waiting for the device"] = total_seconds(self.waiting)
+        return {name: 1e6 * seconds / tokens for name, seconds in parts.items()}
 
 
 def divide(events: Iterable[Mapping[str, Any]]) -> Division:
@@ -226,36 +221,6 @@ def divide(events: Iterable[Mapping[str, Any]]) -> Division:
     waiting = intersect(idle, waits)
     launching = subtract(idle, waiting)
     return Division(complete, kernels, on_device, step, compute, copying, launching, waiting)
-
-
-def summarise(events: Iterable[Mapping[str, Any]]) -> Summary:
-    """Return the seconds by cause of a traced step, given and refused as by `divide`."""
-    found = divide(events)
-    return Summary(
-        step_seconds=total_seconds([found.step]),
-        compute_seconds=total_seconds(found.compute),
-        exposed_copy_seconds=total_seconds(found.copying),
-        launch_gap_seconds=total_seconds(found.launching),
-        other_seconds=total_seconds(found.waiting),
-        class_seconds=_class_seconds(found.kernels, found.compute),
-        on_device=found.on_device,
-    )
-
-
-def _class_seconds(kernels: Iterable[Mapping[str, Any]], compute: list[Span]) -> dict[str, float]:
-    """Seconds of `compute` by class of kernel."""
-    spans: dict[str, list[Span]] = {name: [] for name in CLASSES}
-    for kernel in kernels:
-        words = str(kernel["name"])
-        name = next((name for name, pattern in CLASSES.items() if pattern.search(words)), None)
-        if name is not None:
-            spans[name].append(span_of(kernel))
-    found: dict[str, float] = {}
-    for name, of_class in spans.items():
-        own = intersect(compute, _union(of_class))
-        found[name] = total_seconds(own)
-        compute = subtract(compute, own)
-    return {**found, REST: total_seconds(compute)}
 
 
 def _step(complete: Sequence[Mapping[str, Any]], working: Sequence[Mapping[str, Any]]) -> Span:

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from sppo_hf.cli.benchmark import worker
 from sppo_hf.cli.benchmark.contenders import BASES, OURS, TODAY
 from sppo_hf.cli.benchmark.results import Numbers, Row
-from sppo_hf.cli.benchmark.trace_summary import summarise
+from sppo_hf.cli.benchmark.trace_summary import divide, total_seconds
 from sppo_hf.cli.benchmark.worker import (
     Measurement,
     UnitClock,
@@ -172,11 +172,12 @@ def test_one_more_step_is_traced(tmp_path: Path) -> None:
     names = [str(event.get("name")) for event in events]
     assert names.count("sppo/step") == 1
     assert names.count("sppo/forward layer 0 chunk 0") == 1
-    summary = summarise(events)
-    assert not summary.on_device
-    parts = sum(seconds for seconds, _ in summary.shares().values())
-    assert parts == pytest.approx(summary.step_seconds)
-    assert summary.compute_seconds > 0
+    step = divide(events)
+    assert not step.on_device
+    assert total_seconds([*step.compute, *step.launching]) == pytest.approx(
+        total_seconds([step.step])
+    )
+    assert step.compute
 
 
 def test_the_longest_length_is_predicted(tmp_path: Path) -> None:
