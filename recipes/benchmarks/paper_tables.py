@@ -85,15 +85,13 @@ SEQ1F1B_ROWS = 32
 # Lengths of SPPO's ablation, in K; for 7B, the first length of its table.
 ABLATED_K = {"7B": 512, "13B": 512, "65B": 640}
 
+RULES = (("whole", "sppo"), ("matmuls", "full"), ("inputs", "none"), ("inputs", "full"))
+"""What is saved, and what of it is offloaded, in every search."""
+
 LONG = SearchSpace(
     schedules=("seq1f1b", "interleaved_seq1f1b"),
     partitions=("even", "bounded"),
-    activation_rules=(
-        ("whole", "sppo"),
-        ("matmuls", "full"),
-        ("inputs", "none"),
-        ("inputs", "full"),
-    ),
+    activation_rules=RULES,
     sp=(1,),
     chunk_tokens=(8 * K, 32 * K),
     min_device_share=0.9,
@@ -109,12 +107,7 @@ _PLAIN = replace(
 ONE_ROW = SearchSpace(
     schedules=("seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", "msp"),
     partitions=("bounded",),
-    activation_rules=(
-        ("whole", "sppo"),
-        ("matmuls", "full"),
-        ("inputs", "none"),
-        ("inputs", "full"),
-    ),
+    activation_rules=RULES,
     sp=(4, 8, 16),
     chunk_tokens=(K, 8 * K),
     # SPPO shares units between sequence-parallel groups, which our runtime does not yet do.
@@ -146,6 +139,12 @@ SCALED_LENGTHS_K = (K, 4 * K, 16 * K)
 PIPELINE_TOKENS = 4 * K * K
 
 
+def shape_of(config: object) -> ModelShape:
+    """The shape of a model whose weights, all in bf16, are all trained."""
+    training = Training(dtype_bytes=2, parameter_bytes=2)
+    return ModelShape.from_profile(find_profile(config, training, trace_unknown_model))
+
+
 @cache
 def gpt(name: str) -> ModelShape:
     model = next(model for model in PAPER if model.name == name)
@@ -156,8 +155,7 @@ def gpt(name: str) -> ModelShape:
         n_head=model.hidden_size // 128,
         vocab_size=50_257,
     )
-    training = Training(dtype_bytes=2, parameter_bytes=2)
-    return ModelShape.from_profile(find_profile(config, training, trace_unknown_model))
+    return shape_of(config)
 
 
 @cache
@@ -166,41 +164,37 @@ def llama(name: str) -> ModelShape:
     if name == "Llama 70B":
         sizes = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80}
         config = SimpleNamespace(**{**vars(config), **sizes, "num_attention_heads": 64})
-    training = Training(dtype_bytes=2, parameter_bytes=2)
-    return ModelShape.from_profile(find_profile(config, training, trace_unknown_model))
+    return shape_of(config)
 
 
 def question(
-    shape: ModelShape, gpus: int, tokens: int, rows: int, space: SearchSpace = LONG
+    shape: ModelShape,
+    gpus: int,
+    tokens: int,
+    rows: int,
+    space: SearchSpace = LONG,
+    profile: HardwareProfile | None = None,
 ) -> ClusterRequest:
     """A question without sequence parallelism, all links as slow as those between nodes."""
-    profile = load_profile("a100-80gb")
-    assert profile.device_bytes is not None, "the shipped profile knows its memory"
-    device = int(DEVICE_SHARE * profile.device_bytes)
+    profile = profile or load_profile("a100-80gb")
+    assert profile.device_bytes is not None, "shipped profiles know their memory"
     return ClusterRequest(
         cost=ModelCost(shape=shape, profile=profile, dtype_name="bfloat16"),
         total_tokens=tokens,
         rows=rows,
         gpus=gpus,
-        budgets=Budgets(device=device, host=HOST_BYTES, disk=0),
+        budgets=Budgets(device=int(DEVICE_SHARE * profile.device_bytes), host=HOST_BYTES, disk=0),
         gpus_per_node=GPUS_PER_NODE,
         link_bytes_per_second=LINK_BYTES_PER_SECOND,
         space=space,
     )
 
 
-def machine(copies: float | None = COPY_BYTES_PER_SECOND) -> HardwareProfile:
-    """The papers' A100, with copies at the given rate."""
-    profile = load_profile("a100-80gb")
-    if copies is None:
-        return profile
-    return replace(
-        profile,
-        d2h_bytes_per_second=copies,
-        h2d_bytes_per_second=copies,
-        both_d2h_bytes_per_second=copies,
-        both_h2d_bytes_per_second=copies,
-    )
+def machine() -> HardwareProfile:
+    """The papers' A100, with copies at the rate of their figure."""
+    ways = ("d2h", "h2d", "both_d2h", "both_h2d")
+    rates = {f"{way}_bytes_per_second": COPY_BYTES_PER_SECOND for way in ways}
+    return replace(load_profile("a100-80gb"), **rates)
 
 
 def one_row(
@@ -212,18 +206,11 @@ def one_row(
 ) -> ClusterRequest:
     """A question about steps of one sequence, with the profile's rates within and between nodes."""
     profile = profile or machine()
-    assert profile.device_bytes is not None, "shipped profiles know their memory"
-    assert profile.network_bytes_per_second is not None, "and their links"
-    return ClusterRequest(
-        cost=ModelCost(shape=shape, profile=profile, dtype_name="bfloat16"),
-        total_tokens=tokens,
-        rows=1,
-        gpus=gpus,
-        budgets=Budgets(device=int(DEVICE_SHARE * profile.device_bytes), host=HOST_BYTES, disk=0),
-        gpus_per_node=GPUS_PER_NODE,
+    assert profile.network_bytes_per_second is not None, "shipped profiles know their links"
+    return replace(
+        question(shape, gpus, tokens, 1, space, profile),
         link_bytes_per_second=profile.network_bytes_per_second,
         node_bytes_per_second=profile.node_bytes_per_second,
-        space=space,
     )
 
 
@@ -384,16 +371,10 @@ def trl_row(tokens_k: int) -> dict[str, Any]:
     config = SimpleNamespace(**{**vars(config), **sizes})
     if hasattr(config, "layer_types"):
         config.layer_types = ["full_attention"] * 36
-    training = Training(dtype_bytes=2, parameter_bytes=2)
-    shape = ModelShape.from_profile(find_profile(config, training, trace_unknown_model))
+    shape = shape_of(config)
     space = SearchSpace(
         schedules=("seq1f1b", "interleaved_seq1f1b", "msp"),
-        activation_rules=(
-            ("whole", "sppo"),
-            ("matmuls", "full"),
-            ("inputs", "none"),
-            ("inputs", "full"),
-        ),
+        activation_rules=RULES,
         sp=(1, 2, 4, 8),
         sharded=(False, True),
         chunk_tokens=(4 * K, 16 * K),

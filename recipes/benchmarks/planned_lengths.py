@@ -21,6 +21,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -61,22 +62,25 @@ PLACES = {
 """Settings `weights` and `optimizer`, by what is on the host."""
 
 
+def ask(model: str, hardware: str, tokens: int, lora: int | None, **settings: Any) -> PlanRequest:
+    """Make the request for a row of so many tokens; all weights are trained without a LoRA rank."""
+    return request_for(
+        load_config(model),
+        SPPOConfig(**settings),
+        profile=load_profile(hardware),
+        total_tokens=tokens,
+        lora_rank=lora,
+        trace=trace_unknown_model,
+    )
+
+
 def plan_length(options: argparse.Namespace, tokens: int, *, disk: bool) -> dict[str, Any]:
     """Return a row of the table: the best plan of each policy at a length."""
     budgets: dict[str, Any] = {"device_memory": "80GiB", "host_memory": "256GiB"}
     if disk:
         budgets |= {"disk_memory": "2TB", "offload_dir": options.dir}
 
-    def question(**settings: str) -> PlanRequest:
-        return request_for(
-            load_config(options.model),
-            SPPOConfig(**{**budgets, **settings}),
-            profile=load_profile(options.hardware),
-            total_tokens=tokens,
-            lora_rank=options.lora,
-            trace=trace_unknown_model,
-        )
-
+    question = partial(ask, options.model, options.hardware, tokens, options.lora, **budgets)
     by_chunk = assess_request(question(order="by_chunk"))
     began = time.perf_counter()
     answer = assess_request(question())
@@ -121,18 +125,9 @@ def plan_all_weights(options: argparse.Namespace, tokens: int, *, longest: bool)
     """Return a row of the table: all weights trained, by what is on the host."""
     row: dict[str, Any] = {"tokens": tokens, "places": {}}
     for name, (weights, optimizer) in PLACES.items():
-        question = request_for(
-            load_config(options.model),
-            SPPOConfig(
-                device_memory="80GiB",
-                host_memory=ALL_WEIGHTS_HOST,
-                weights=weights,
-                optimizer=optimizer,
-            ),
-            profile=load_profile(options.hardware),
-            total_tokens=tokens,
-            trace=trace_unknown_model,
-        )
+        budgets = {"device_memory": "80GiB", "host_memory": ALL_WEIGHTS_HOST}
+        places = {"weights": weights, "optimizer": optimizer}
+        question = ask(options.model, options.hardware, tokens, None, **budgets, **places)
         plan = plan_for(question)
         predicted = plan.prediction
         assert predicted is not None, "a plan made with a profile is predicted"
@@ -160,15 +155,8 @@ def show_hosts(options: argparse.Namespace, lengths: Sequence[int]) -> None:
         for tokens in lengths:
             cells = []
             for size in HOSTS_GIB:
-                question = request_for(
-                    load_config(model),
-                    SPPOConfig(device_memory="80GiB", host_memory=f"{size}GiB"),
-                    profile=load_profile(options.hardware),
-                    total_tokens=tokens,
-                    lora_rank=lora,
-                    trace=trace_unknown_model,
-                )
-                plan = plan_for(question)
+                budgets = {"device_memory": "80GiB", "host_memory": f"{size}GiB"}
+                plan = plan_for(ask(model, options.hardware, tokens, lora, **budgets))
                 assert plan.prediction is not None, "a plan made with a profile is predicted"
                 used_gib = plan.estimate.host.total / 2**30
                 cells.append(f"{used_gib:.0f}, {plan.prediction.step_seconds:#.4g} s")
@@ -185,15 +173,7 @@ def show_devices(options: argparse.Namespace) -> None:
     for device in DEVICES:
         cells = []
         for model in models:
-            question = request_for(
-                load_config(model),
-                SPPOConfig(host_memory="64GiB"),
-                profile=load_profile(device),
-                total_tokens=2**15,
-                lora_rank=options.lora,
-                trace=trace_unknown_model,
-            )
-            answer = assess_request(question)
+            answer = assess_request(ask(model, device, 2**15, options.lora, host_memory="64GiB"))
             plan = answer.plan
             seconds = (
                 ""
