@@ -2,12 +2,10 @@
 
 import enum
 import resource
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 SECONDS = 5.0
 """No input may take longer to be refused or answered, beyond what starting Python takes."""
@@ -51,14 +49,6 @@ class Attempt:
     seen: str
 
 
-class Area(Protocol):
-    """A module of attacks."""
-
-    def cases(self, count: int, seed: int) -> Iterator[Case]:
-        """Yield about `count` cases, the same ones for the same seed."""
-        ...
-
-
 def answered_in_process(
     ask: Callable[[], object],
     *,
@@ -96,17 +86,9 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def attempt_all(
-    cases: Iterable[Case], *, each: Callable[[Attempt], None] = lambda _: None
-) -> list[Attempt]:
+def attempt_all(cases: Iterable[Case]) -> list[Attempt]:
     """Try all cases in order."""
-    assert threading.current_thread() is threading.main_thread()
-    attempts = []
-    for case in cases:
-        outcome, seen = case.attempt()
-        attempts.append(Attempt(case.name, outcome, seen))
-        each(attempts[-1])
-    return attempts
+    return [Attempt(case.name, *case.attempt()) for case in cases]
 
 
 def table(by_area: dict[str, list[Attempt]]) -> str:

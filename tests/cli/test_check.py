@@ -37,6 +37,7 @@ def test_an_exact_family() -> None:
     assert "LlamaForCausalLM" in out
     assert "in 3 chunks" in out
     assert ".weight" in out, "the worst parameter is named"
+    assert "with images" not in out
 
 
 def test_json_says_the_same() -> None:
@@ -46,6 +47,7 @@ def test_json_says_the_same() -> None:
     assert result["num_chunks"] == 3
     assert result["error"] <= result["allowed"] == 1e-9
     assert len(result["worst_parameters"]) == 5
+    assert result["images"] is None
 
 
 def test_a_refused_family() -> None:
@@ -67,12 +69,15 @@ def test_a_model_that_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["status"] == "not exact"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lower_precision(dtype: str) -> None:
-    code, result = _json("llama", "--dtype", dtype, "--tokens", "64")
+@pytest.mark.parametrize(("dtype", "images"), [("float32", "exact"), ("bfloat16", "not tried")])
+def test_lower_precision(dtype: str, images: str) -> None:
+    code, result = _json("llava", "--dtype", dtype, "--tokens", "64")
     assert code == 0, result
     assert result["dtype"] == dtype
     assert 1e-9 < result["error"] <= result["allowed"]
+    assert result["images"]["status"] == images
+    if images == "not tried":
+        assert "only in float64 and float32" in result["images"]["reason"]
 
 
 def test_a_local_model_keeps_its_weights(tmp_path: Path) -> None:
@@ -221,11 +226,10 @@ def test_a_model_that_fails_in_chunks_alone_is_refused(monkeypatch: pytest.Monke
     assert "of nobody's making" in result["reason"]
 
 
-@pytest.mark.parametrize("source", ["type", "folder"])
-def test_a_multimodal_model_is_checked_whole(source: str, tmp_path: Path) -> None:
+def test_a_multimodal_model_is_checked_whole(tmp_path: Path) -> None:
+    """Given by its type: the tests below."""
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
-    name = "gemma3" if source == "type" else str(tmp_path)
-    code, result = _json(name)
+    code, result = _json(str(tmp_path))
     assert code == 0, result
     assert result["model_class"] == "Gemma3ForConditionalGeneration"
     assert not result["note"]
@@ -240,8 +244,6 @@ def test_a_multimodal_model_is_checked_whole(source: str, tmp_path: Path) -> Non
         # They have a length of their own, to which the given chunks would not fit.
         ("llava", ("--chunks", "9,6,14"), "exact", ""),
         ("gemma3", (), "refused", "in both directions"),
-        ("mllama", (), "not tried", "no encoder of images that is known"),
-        ("llava", ("--dtype", "bfloat16"), "not tried", "only in float64 and float32"),
     ],
 )
 def test_images_are_tried_where_a_model_takes_some(
@@ -259,8 +261,6 @@ def test_images_have_one_line() -> None:
     _, out, _ = _check("llava")
     assert out.count("with images") == 1
     assert re.search(r"with images +│ exact: \d\.\d\de-1\d", out)
-    assert "with images" not in _check("llama")[1]
-    assert _json("llama")[1]["images"] is None
 
 
 def test_gradients_that_are_wrong_with_images_alone_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,11 +355,7 @@ child.wait()
     assert "2 s, the limit (--timeout)" in row.reason
     assert row.numbers.median_step_seconds == 1.5
     pid = int((tmp_path / "pid").read_text())
-    for _ in range(50):
-        if not alive(pid):
-            break
-        time.sleep(0.1)
-    assert not alive(pid)
+    wait_for(lambda: not alive(pid), seconds=5)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
@@ -403,11 +399,14 @@ def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
     return found
 
 
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; one that ended and waits to be noticed does not."""
     try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return state(pid) != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False
 
@@ -494,10 +493,6 @@ def test_a_worker_that_died_before_its_job_is_replaced(tmp_path: Path) -> None:
         assert row.status == "measured"
         assert row.numbers.median_step_seconds in {*started(tmp_path, 3)} - {first}
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["plain-8192.log"]
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -35,6 +35,7 @@ from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.model_shape import ModelShape, step_flops
 from tests.cli.benchmark.made_rows import JOB
 from tests.cli.benchmark.tiny import tiny_job
+from tests.sweeps import ALL
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +117,7 @@ def test_every_contender_trains_with_the_loss_of_plain(
 
 
 @pytest.mark.usefixtures("_cpu_offloads")
-@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16"] if ALL else ["float32"])
 def test_adapters_train_alike(tmp_path: Path, lora_dtype: str) -> None:
     pytest.importorskip("peft")
     found = {}

@@ -21,6 +21,10 @@ def test_table_json_and_picture(tmp_path, capsys):
     (group,) = found["groups"]
     # Two chunks, two prefixes, the fused kernel and the reference.
     assert len(group["points"]) == 8
+    assert {point["backend"] for point in group["points"]} == {"cpu_flash", "reference"}
+    assert all(point["flops_per_second"] > 0 for point in group["points"])
+    assert group["heads"] == {"query": 4, "key_value": 2, "size": 8}
+    assert "flash_attention_3" in group["left_out"]
     assert found["versions"]["torch"]
     assert str(tmp_path) not in numbers.read_text(), "no paths of the machine in what is committed"
     assert figure.stat().st_size > 1000

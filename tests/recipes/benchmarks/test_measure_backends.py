@@ -1,7 +1,6 @@
 """Backends beside each other, on a clock of their own: what is measured, and what is left out."""
 
 import io
-import json
 
 import pytest
 import torch
@@ -142,22 +141,6 @@ def test_what_does_not_fit_is_left_out(clock, racers, monkeypatch):
     assert "do not fit into" in group.points[-1].reason
 
 
-def test_real_ones_on_the_cpu_as_json():
-    groups = list(
-        measure_backends(
-            CPU, dtypes=[torch.bfloat16], heads=[HEADS], chunks=[16], prefixes=[0, 16],
-            most_seconds=0.5,
-        )
-    )  # fmt: skip
-    group = json.loads(json.dumps(groups[-1].to_json()))
-    assert group["dtype"] == "bfloat16"
-    assert group["heads"] == {"query": 4, "key_value": 2, "size": 8}
-    assert {point["backend"] for point in group["points"]} == {"cpu_flash", "reference"}
-    assert all(point["flops_per_second"] > 0 for point in group["points"])
-    assert group["auto"].startswith("cpu_flash: CPU, bfloat16")
-    assert "flash_attention_3" in group["left_out"]
-
-
 def point(backend, prefix, forward, backward, chunk=4096):
     together = 3.5 / (1 / forward + 2.5 / backward)
     rates = (forward * 1e12, backward * 1e12, together * 1e12)
@@ -210,29 +193,6 @@ def test_the_best_is_by_forward_and_backward_together():
     row = by_size(group(*POINTS))[4096, 0]
     assert best_of(row) is POINTS[0]
     assert best_of({"reference": POINTS[-1]}) is None
-
-
-def test_the_picture_has_a_line_for_each_backend(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))
-    )
-    path = tmp_path / "kernels.png"
-    more = point("cudnn", 32768, 710.0, 650.0, chunk=8192)
-    draw_backends([group(*POINTS, more), group()], path, title="NVIDIA H100")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    (figure,) = drawn
-    panels = figure.axes
-    assert [axes.get_title().splitlines()[1] for axes in panels] == ["prefix 0", "prefix 32K"]
-    lines = {line.get_label(): list(line.get_xdata()) for line in panels[1].get_lines()}
-    assert lines == {"aten_flash": [4096], "cudnn": [4096, 8192]}
-    assert [label.get_text() for label in panels[1].get_xticklabels()] == ["4K", "8K"]
-    low, high = panels[0].get_ylim()
-    assert low == 0
-    assert high > 600, "the panels of a row share an axis that holds all points"
 
 
 def test_nothing_to_draw(tmp_path):
