@@ -306,15 +306,6 @@ def test_chunks_that_are_no_numbers() -> None:
     assert "--chunks" in err
 
 
-def test_help_does_not_import_torch() -> None:
-    script = (
-        "import sys; from typer.testing import CliRunner; from sppo_hf.cli import app;"
-        "result = CliRunner().invoke(app, ['check', '--help']); assert result.exit_code == 0;"
-        "assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
 def test_the_list_names_what_is_exact_and_what_is_refused() -> None:
     code, out, _ = _check("--list")
     assert code == 0

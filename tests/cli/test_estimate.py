@@ -206,18 +206,23 @@ assert seconds < 2, f"{seconds} seconds of CPU beside the solving"
 
 _HELP = """
 import sys
-from sppo_hf.cli import app
-try:
-    app(["--help"])
-except SystemExit as exit:
-    assert exit.code == 0
+from sppo_hf import cli
+def ask(*words):
+    try:
+        cli.app([*words, "--help"])
+    except SystemExit as exit:
+        assert exit.code == 0
+ask()
 for absent in ("torch", "numpy", "yaml", "sppo_hf.config", "sppo_hf.cli.estimate"):
     assert absent not in sys.modules, absent
+for command in cli._COMMANDS:
+    ask(command)
+    assert not {"torch", "transformers"} & {*sys.modules}, command
 """
 
 
 @pytest.mark.process
-def test_the_list_of_commands_imports_none_of_them() -> None:
+def test_the_list_of_commands_imports_none_of_them_and_their_help_no_torch() -> None:
     command = [sys.executable, "-c", _HELP]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     for name, said in (("bench", "Measure MODEL"), ("estimate", "Say whether training MODEL")):
