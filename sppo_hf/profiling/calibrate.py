@@ -254,8 +254,7 @@ class DiskSpeed(NamedTuple):
 
     write: float
     read: float
-    direct: bool
-    """Whether the page cache was bypassed; if not, it may have served some of the reads."""
+    """May be too fast where the page cache cannot be bypassed and has served some of the reads."""
 
 
 def measure_disk(
@@ -334,9 +333,7 @@ def _time_file(
         finally:
             os.close(descriptor)
     return DiskSpeed(
-        write=written * _BLOCK_BYTES / write_seconds,
-        read=read * _BLOCK_BYTES / read_seconds,
-        direct=bool(flag),
+        write=written * _BLOCK_BYTES / write_seconds, read=read * _BLOCK_BYTES / read_seconds
     )
 
 

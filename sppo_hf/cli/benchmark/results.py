@@ -35,7 +35,7 @@ class Job:
     """Tokens of the one row of each batch."""
 
     device: str
-    """"cuda", "cuda:1" or "cpu"."""
+    """"cuda", the only device that workers see, or "cpu"."""
 
     device_name: str = ""
     """Name of the device's model, which distinguishes measurements."""

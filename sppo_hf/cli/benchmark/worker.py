@@ -398,9 +398,7 @@ def _limit_memory(job: Job, device: torch.device) -> None:
         return
     _, total_bytes = torch.cuda.mem_get_info(device)
     budget = parse_bytes(job.device_memory, field="--device-memory", total_bytes=total_bytes)
-    # Unlike `mem_get_info`, this call needs the number of the device.
-    number = torch.cuda.current_device() if device.index is None else device.index
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total_bytes), number)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total_bytes))
 
 
 def _predict_longest(
