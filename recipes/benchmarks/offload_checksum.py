@@ -123,7 +123,7 @@ def show(taken: dict[str, Any]) -> None:
     table = Table(title="Forward and backward, medians", show_header=False)
     for name, text in (
         ("checked", f"{taken['seconds_checked']:.2f} s"),
-        ("family_check_disabled", f"{taken['seconds_unchecked']:.2f} s"),
+        ("unchecked", f"{taken['seconds_unchecked']:.2f} s"),
         ("ratio", f"{taken['ratio']:.3f}"),
         ("CPU time of the checks", f"{taken['checksum_cpu_seconds']:.3f} s"),
         ("bytes written and read", format_bytes(taken["checked_bytes"])),
