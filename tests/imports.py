@@ -16,7 +16,7 @@ from pathlib import Path
 
 def import_graph(root: Path) -> dict[str, set[str]]:
     """Returns, by each module's dotted name, the modules of the package that it imports."""
-    files = {_name(path, root): path for path in sorted((root / "sppo_hf").rglob("*.py"))}
+    files = {module_name(path, root): path for path in sorted((root / "sppo_hf").rglob("*.py"))}
     return {
         name: {_module(one, files) for one in _imported(ast.parse(path.read_text()))} - {name, ""}
         for name, path in files.items()
@@ -34,7 +34,8 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return [list(group) for group in sorted(groups)]
 
 
-def _name(path: Path, root: Path) -> str:
+def module_name(path: Path, root: Path) -> str:
+    """Returns the dotted name of a module of the package."""
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -52,7 +53,11 @@ def _imported(node: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             yield from (f"{child.module}.{alias.name}" for alias in child.names)
-        elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+        elif isinstance(child, ast.expr) or (
+            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        ):
+            continue  # no expression has an import in it
+        else:
             yield from _imported(child)
 
 

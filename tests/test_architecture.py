@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import sppo_hf
-from tests.imports import circles, import_graph
+from tests.imports import circles, import_graph, module_name
 
 importlinter = pytest.importorskip("importlinter.cli")
 
@@ -21,12 +21,6 @@ PACKAGE = ROOT / "sppo_hf"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TORCH_FREE = ("errors", "registry", "rules", "config", "schedule", "planning", "reporting")
 KNOWS_DISTRIBUTED = ("pipeline", "integrations")
-
-
-def name_of(path: Path) -> str:
-    """Return the dotted name of a module of the package."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @functools.cache
@@ -95,7 +89,9 @@ def test_only_pipeline_and_integrations_touch_torch_distributed() -> None:
 def test_import_of_the_package_and_the_torch_free_rooms_leaves_torch_out() -> None:
     rooms = [path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES]
     free = ("__init__", *TORCH_FREE)
-    names = [name_of(path) for path, room in zip(MODULES, rooms, strict=True) if room in free]
+    names = [
+        module_name(path, ROOT) for path, room in zip(MODULES, rooms, strict=True) if room in free
+    ]
     assert len(names) > 5
     heavy = "{'torch', 'transformers', 'accelerate', 'highspy'} & set(sys.modules)"
     script = f"import sys, {', '.join(names)}; sys.exit(str({heavy}) if {heavy} else 0)"
@@ -113,5 +109,5 @@ def test_every_public_name_can_be_had() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [name_of(p) for p in MODULES if not ast.get_docstring(parsed(p))]
+    silent = [module_name(p, ROOT) for p in MODULES if not ast.get_docstring(parsed(p))]
     assert not silent
