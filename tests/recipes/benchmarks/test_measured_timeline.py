@@ -4,13 +4,11 @@ Steps are made up: simulated, and then noted down as ranks would have done.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from recipes.benchmarks.pipeline_timeline import (
     compared_trace,
-    draw_comparison,
     explain,
     mean_seconds,
     measured_timeline,
@@ -179,35 +177,6 @@ def test_another_order_is_refused(change: str) -> None:
         words = "3 ranks were measured, but the schedule has 2"
     with pytest.raises(ScheduleError, match=words):
         measured_timeline(schedule, executed)
-
-
-def test_the_picture_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
-    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    schedule = made("zb_seq1f1b")
-    slow = simulate_pipeline(schedule, seconds=fixed_seconds(1, 2, send=0.25))
-    executed = noted(schedule, slow)
-    measured = measured_timeline(schedule, executed)
-    simulated = simulate_pipeline(schedule, seconds=mean_seconds(schedule, executed))
-    path = tmp_path / "both.svg"
-    found = explain(schedule, executed)
-    draw_comparison(
-        schedule,
-        measured=measured,
-        simulated=simulated,
-        difference=found,
-        path=path,
-        title="the title",
-    )
-    said = path.read_text()
-    words = ["the title", "rank 0, measured", "rank 1, measured", "simulated", "weight gradient"]
-    for word in [*words, "end, measured", "end, simulated"]:
-        assert f">{word}<" in said
-    assert f"messages {found.message_seconds:+.3g}" in said
-    assert f"{bubble_fraction(measured):.1%} idle" in said
-    assert f"{bubble_fraction(simulated):.1%} idle" in said
-    # Each unit has its number in both rows of its rank.
-    assert said.count(">3.2<") >= 4
 
 
 def test_a_trace_of_both_keeps_them_apart() -> None:
