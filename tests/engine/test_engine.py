@@ -151,11 +151,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize(
     ("batch", "settings"),
-    [
-        (name, some)
-        for index, name in enumerate(BATCHES)
-        for some in ("micro-batches", *turn(["recompute", "kept"], 2, index))
-    ],
+    [(name, some) for i, name in enumerate(BATCHES) for some in turn(list(SETTINGS), 3, i)],
 )
 @pytest.mark.filterwarnings("ignore:position_ids restart")
 def test_same_as_the_unmodified_model(model, ids, batch, settings):

@@ -601,17 +601,23 @@ def _settings(**others: Any) -> SPPOConfig:
     return SPPOConfig(chunk_lengths=(9, 1, 13), min_offload_size=1, show_plan=False, **others)
 
 
+_ROUTER_SETTINGS: list[dict[str, Any]] = [
+    {"recompute": "full", "offload": "full"},
+    {"recompute": "none", "offload": "full"},
+    {"recompute": "full", "offload": "none", "micro_batch_size": 2},
+    {"recompute": "full", "order": "by_layer", "layer_tile_tokens": 8},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("padded", "settings"),
     [
-        {"recompute": "full", "offload": "full"},
-        {"recompute": "none", "offload": "full"},
-        {"recompute": "full", "offload": "none", "micro_batch_size": 2},
-        {"recompute": "full", "order": "by_layer", "layer_tile_tokens": 8},
+        (padded, some)
+        for index, some in enumerate(_ROUTER_SETTINGS)
+        for padded in turn([True, False], 2, index // 2)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("padded", [False, True])
 def test_router_loss_in_modes_and_groups_of_rows(padded: bool, settings: dict[str, Any]) -> None:
     batch = make_batch(rows=3, tokens=TOKENS, padding=(0, 9, 22) if padded else ())
     report = compare(build_tiny_model("mixtral-router-loss"), batch, _settings(**settings))
@@ -730,18 +736,20 @@ def _log_probs_of(output: Any) -> Tensor:
     return output.log_probs.sigmoid().mean() - 3.0 * output.aux_loss + output.loss
 
 
-@pytest.mark.parametrize("by_config", [True, False], ids=["config", "keyword"])
+_LOSSES: dict[str, Any] = {
+    "labels": lambda output: output.loss,
+    "labels, own loss": lambda output: output.loss,
+    "logits": _logits_of,
+    "head": _log_probs_of,
+}
+
+
 @pytest.mark.parametrize(
-    ("asks", "loss"),
-    [
-        ("labels", lambda output: output.loss),
-        ("labels, own loss", lambda output: output.loss),
-        ("logits", _logits_of),
-        ("head", _log_probs_of),
-    ],
-    ids=["labels", "own loss", "logits", "head"],
+    ("asks", "by_config"),
+    [(asks, x) for index, asks in enumerate(_LOSSES) for x in turn([True, False], 2, index)],
 )
-def test_router_losses_beside_any_loss(asks: str, loss: Any, by_config: bool) -> None:
+def test_router_losses_beside_any_loss(asks: str, by_config: bool) -> None:
+    loss = _LOSSES[asks]
     model: Any = build_tiny_model("qwen3_moe-router-loss")
     model.config.output_router_logits = by_config
     call: dict[str, Any] = make_batch(rows=2, tokens=TOKENS, padding=(0, 5))
