@@ -23,13 +23,13 @@ from sppo_hf import SPPOConfig, SPPOError, UnsupportedModelError
 from sppo_hf.engine import family_guard as guard
 from sppo_hf.engine import loss as loss_module
 from sppo_hf.engine.convert import convert, get_engine
-from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.loss import ChunkedLoss, ModelHead, RouterLoss, divide_loss, liger_tile
 from sppo_hf.engine.model_parts import CAPTURES, ModelParts, captures, find_parts
 from sppo_hf.engine.sliced_calls import _TiledCall, token_wise
 from sppo_hf.planning.memory import Cause
 from sppo_hf.testing.exactness import compare, float64_everywhere
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
+from tests.engine.measuring import OperationNames
 from tests.sweeps import turn
 
 D, V = 6, 11
@@ -885,22 +885,11 @@ def test_a_pipeline_sums_the_router_losses_of_its_stages() -> None:
     torch.testing.assert_close(grads, expected)
 
 
-def _call(model: Any) -> Any:
-    return read_call(find_parts(model), model.forward, (), dict(make_batch(tokens=TOKENS)))
-
-
 def test_a_number_is_filled_in_on_the_device() -> None:
     """A copy from the host's memory would wait for the device."""
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            names.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
-    names: list[str] = []
-    with Names(), loss_module._WithoutWaiting():
+    with OperationNames() as operations, loss_module._WithoutWaiting():
         one = torch.tensor(1.0, device="cpu")
         several = torch.tensor([1, 2])
-    assert names[0] == "aten::full"
+    assert operations.names[0] == "aten::full"
     assert torch.equal(one, torch.tensor(1.0))
     assert several.tolist() == [1, 2]
