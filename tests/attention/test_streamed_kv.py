@@ -110,11 +110,9 @@ def assert_same(bounds, *, block_tokens, rows=None, num_layers=2, **kwargs):
     stores, transfer, _ = streamed(bounds, layers=num_layers, block_tokens=block_tokens, rows=rows)
     ours = Layers(bounds, stores, rows=rows, **kwargs)
     outs, expected = ours.forward(), plain.forward()
-    for got, want in zip(itertools.chain(*outs), itertools.chain(*expected), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(outs, expected, rtol=1e-12, atol=1e-12)
     grads, expected_grads = ours.gradients(outs), plain.gradients(expected)
-    for got, want in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
     assert ours.counters == plain.counters
     assert transfer.device_bytes == transfer.offloaded_bytes == 0, "all is released after backward"
     return transfer
@@ -265,10 +263,8 @@ def test_loss_from_the_first_chunk_alone():
     stores, transfer, _ = streamed(bounds, layers=1, block_tokens=4)
     plain = Layers(bounds, [LayerKV(bounds)])
     ours = Layers(bounds, stores)
-    for got, want in zip(
-        ours.gradients(ours.forward()[:1]), plain.gradients(plain.forward()[:1]), strict=True
-    ):
-        torch.testing.assert_close(got, want)
+    found, wanted = (layers.gradients(layers.forward()[:1]) for layers in (ours, plain))
+    torch.testing.assert_close(found, wanted)
     assert transfer.offloaded_bytes == 0, "chunks whose output nobody used are released too"
 
 
@@ -283,8 +279,8 @@ def test_output_of_a_middle_chunk_unused():
         outs = layers.forward()
         return layers.gradients([outs[1], outs[4]])
 
-    for got, want in zip(without_middle(ours), without_middle(plain), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    found, wanted = without_middle(ours), without_middle(plain)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert transfer.offloaded_bytes == 0
 
 
