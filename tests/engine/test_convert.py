@@ -164,18 +164,6 @@ def test_after_revert_a_wrapper_of_our_forward_calls_the_original(model, ids):
     assert get_engine(model).counters["attention_forwards"] == 6
 
 
-def test_two_forwards_before_one_backward_do_not_mix(model, ids):
-    other = (ids * 7 + 3) % 97
-    expected = [_gradients(model, batch) for batch in (ids, other)]
-    convert(model, QUIET)
-    model.zero_grad()
-    first, second = (model(input_ids=x, labels=x).loss for x in (ids, other))
-    (first + second).backward()
-    for name, parameter in model.named_parameters():
-        whole = expected[0][name] + expected[1][name]
-        torch.testing.assert_close(parameter.grad, whole, rtol=1e-4, atol=1e-6)
-
-
 def test_what_has_no_head_is_refused():
     with pytest.raises(UnsupportedModelError, match="Linear is not a Transformers causal"):
         convert(torch.nn.Linear(2, 2), QUIET)
