@@ -64,10 +64,7 @@ def chunk_segments(
     real token) are in no segment.
     """
     if rows is None:
-        return tuple(
-            AttentionSegment(None, q_start, q_end, _first_key(first, q_start, window), q_end)
-            for first, q_start, q_end in _local_runs(0, start, end, local)
-        )
+        rows = (RowSpans(((0, end),), end),)
     same = all(spans == rows[0] for spans in rows)
     segments: list[AttentionSegment] = []
     for row, spans in enumerate(rows[:1] if same else rows):

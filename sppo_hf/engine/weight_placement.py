@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -93,15 +93,15 @@ class WeightPlacement:
             self._place(device)
 
     def _place(self, device: torch.device) -> None:
-        is_host_resident = host_resident_predicate(self._settings)
-        if is_host_resident is None:
+        frozen, trained = self._settings.host_resident
+        if not frozen and not trained:
             if self.weights is not None:
                 self.weights.close()
                 self.weights = None
             return
         if self.weights is not None:
             self.weights.release()
-        layers, others = host_resident_parameters(self._parts, is_host_resident)
+        layers, others = _host_resident_parameters(self._parts, frozen=frozen, trained=trained)
         on_host = {id(p) for group in [*layers, others] for p in group}
         for module in self._parts.causal_lm.modules():
             for parameter in module.parameters(recurse=False):
@@ -270,24 +270,13 @@ def _log_weights(log: ActionLog, layer: int, backward: bool) -> None:
     log.note(Action("P", 0, 0, layer, int(backward)))
 
 
-IsHostResident = Callable[[torch.nn.Parameter], bool]
-"""Whether a parameter of a decoder layer is on the host."""
-
-
-def host_resident_predicate(config: SPPOConfig) -> IsHostResident | None:
-    """Tell which parameters of layers are on the host under `config`; None if none are."""
-    frozen, trained = config.host_resident
-    if not frozen and not trained:
-        return None
-    return lambda parameter: trained if parameter.requires_grad else frozen
-
-
-def host_resident_parameters(
-    parts: ModelParts, is_host_resident: IsHostResident
+def _host_resident_parameters(
+    parts: ModelParts, *, frozen: bool, trained: bool
 ) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]]:
     """Host-resident parameters of each decoder layer, and those outside of the layers.
 
-    A parameter that several layers share counts as outside; of the others only trained ones do.
+    `frozen` and `trained` as in `SPPOConfig.host_resident`. A parameter that several layers share
+    counts as outside; of the others only trained ones do.
     """
     owners: dict[int, set[int]] = {}
     for index, layer in enumerate(parts.layers):
@@ -297,7 +286,8 @@ def host_resident_parameters(
     others: list[torch.nn.Parameter] = []
     for parameter in parts.causal_lm.parameters():
         layer_indices = owners.get(id(parameter), set())
-        if not can_be_host_resident(parameter) or not is_host_resident(parameter):
+        wanted = trained if parameter.requires_grad else frozen
+        if not wanted or not can_be_host_resident(parameter):
             continue
         if len(layer_indices) == 1:
             layers[next(iter(layer_indices))].append(parameter)

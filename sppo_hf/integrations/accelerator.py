@@ -42,7 +42,6 @@ from sppo_hf.engine.convert import check_convertible, convert, get_engine, keep_
 from sppo_hf.engine.device_facts import bind_to_device
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.model_parts import disable_gradient_checkpointing, is_compiled
-from sppo_hf.engine.weight_placement import host_resident_predicate
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.integrations.checkpoints import (
     is_cut,
@@ -144,7 +143,7 @@ class SPPOAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer; where its weights are on the host, its step runs there."""
         config = self.sppo_plugin.config
-        on_host = host_resident_predicate(config) is not None
+        on_host = any(config.host_resident)
         undecided = "auto" in (config.weights, config.optimizer) and not self._shares_batches
         is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
         if is_prepared or not (on_host or undecided):

@@ -25,7 +25,6 @@ from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.model_parts import all_modules, own_parameters, patched_attribute
 from sppo_hf.engine.recompute import RandomState
-from sppo_hf.engine.weight_placement import host_resident_predicate
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.offload.host_memory import HostPoolFull
 
@@ -86,7 +85,7 @@ def set_model_placement(trainer: Any, config: SPPOConfig) -> None:
 
     The Accelerator places weights later, when it prepares the model.
     """
-    if host_resident_predicate(config) is not None:
+    if any(config.host_resident):
         trainer._move_model_to_device = lambda model, device: None
     elif "auto" in (config.weights, config.optimizer):
         move = trainer._move_model_to_device

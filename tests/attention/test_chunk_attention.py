@@ -79,8 +79,7 @@ def test_documents_at_once_are_what_they_are_one_by_one(bounds, rows, window):
         backend = AtenFlash(documents_at_once=at_once, aten=Counting())
         out, _ = _attend(inputs, rows, window, bounds=bounds, backend=backend)
         found.append((out, *torch.autograd.grad((out * weights).sum(), inputs)))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 def test_documents_of_a_row_are_one_call():
@@ -104,8 +103,7 @@ def test_equals_whole_attention(bounds, rows, window, sinks):
     out, kv = _attend(inputs, rows, window, bounds=bounds, counters=counters)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     chunked = torch.autograd.grad((out * weights).sum(), leaves)
-    for ours, theirs in zip(chunked, whole, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(chunked, whole, rtol=1e-10, atol=1e-11)
     assert counters["attention_forwards"] == len(BOUNDS[bounds])
     assert kv.kv_bytes == kv.gradient_bytes == 0
 
@@ -116,8 +114,7 @@ def test_loss_from_the_first_chunk_alone():
     whole = torch.autograd.grad(expected[:, :1].sum(), inputs[:3])
     out, _ = _attend(inputs)
     chunked = torch.autograd.grad(out[:, :1].sum(), inputs[:3])
-    for ours, theirs in zip(chunked, whole, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(chunked, whole)
 
 
 @pytest.mark.parametrize("trained", [0, 1, 2])

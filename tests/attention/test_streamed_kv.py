@@ -20,7 +20,6 @@ from sppo_hf.attention.kv_cache import KVStream, LayerKV
 from sppo_hf.attention.segments import RowSpans, chunk_segments
 from sppo_hf.errors import SPPOError
 from tests.attention.layers import KV_BYTES_PER_TOKEN, B, Layers, N
-from tests.sweeps import pairs, sample
 
 
 @dataclass(eq=False)
@@ -111,44 +110,16 @@ def assert_same(bounds, *, block_tokens, rows=None, num_layers=2, **kwargs):
     stores, transfer, _ = streamed(bounds, layers=num_layers, block_tokens=block_tokens, rows=rows)
     ours = Layers(bounds, stores, rows=rows, **kwargs)
     outs, expected = ours.forward(), plain.forward()
-    for got, want in zip(itertools.chain(*outs), itertools.chain(*expected), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(outs, expected, rtol=1e-12, atol=1e-12)
     grads, expected_grads = ours.gradients(outs), plain.gradients(expected)
-    for got, want in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-12)
     assert ours.counters == plain.counters
     assert transfer.device_bytes == transfer.offloaded_bytes == 0, "all is released after backward"
     return transfer
 
 
-ROWS = {
-    "plain": None,
-    "padded": (RowSpans(((0, 13),), 5), RowSpans(((0, 13),), 13)),
-    "packed": (RowSpans(((0, 4), (4, 13)), 13), RowSpans(((0, 1), (1, 7), (7, 13)), 13)),
-    "same rows": (RowSpans(((0, 6), (6, 13)), 13),) * 2,
-}
-BOUNDS = {
-    "one": ((0, 13),),
-    "uneven": ((0, 1), (1, 3), (3, 8), (8, 9), (9, 13)),
-    "single tokens": tuple((i, i + 1) for i in range(13)),
-}
-
-
-@pytest.mark.parametrize(
-    ("layout", "windows", "block_tokens"),
-    sample(pairs(itertools.product(BOUNDS, ROWS), [(None,), (4, None), (1,)], [1, 4, 13]), 2),
-)
-def test_blocks_change_nothing(layout, windows, block_tokens):
-    bounds, rows = layout
-    assert_same(BOUNDS[bounds], block_tokens=block_tokens, rows=ROWS[rows], windows=windows)
-
-
-@pytest.mark.parametrize("block_tokens", [1, 4, 13])
-@pytest.mark.parametrize("rows", ["plain", "packed"])
-def test_sinks_and_soft_caps(rows, block_tokens):
-    bounds = BOUNDS["uneven"]
-    assert_same(bounds, block_tokens=block_tokens, rows=ROWS[rows], sinks=True)
-    assert_same(bounds, block_tokens=block_tokens, rows=ROWS[rows], softcap=2.0, windows=(None, 3))
+UNEVEN = ((0, 1), (1, 3), (3, 8), (8, 9), (9, 13))
+PACKED = (RowSpans(((0, 4), (4, 13)), 13), RowSpans(((0, 1), (1, 7), (7, 13)), 13))
 
 
 @st.composite
@@ -163,20 +134,24 @@ def layouts(draw):
         valid = draw(st.integers(spans[-1][0] + 1, tokens))
         return RowSpans(spans, valid)
 
-    rows = draw(st.sampled_from(["none", "rows"])) == "rows"
-    return (
-        tuple(itertools.pairwise(edges)),
-        tuple(row() for _ in range(B)) if rows else None,
-        draw(st.integers(1, tokens + 1)),
-        draw(st.sampled_from([None, 1, 2, 5])),
-        draw(st.booleans()),
-    )
+    rows = draw(st.sampled_from(["one document", "alike", "each its own"]))
+    if rows == "alike":
+        spans = (row(),) * B
+    else:
+        spans = None if rows == "one document" else tuple(row() for _ in range(B))
+    return {
+        "bounds": tuple(itertools.pairwise(edges)),
+        "rows": spans,
+        "block_tokens": draw(st.integers(1, tokens + 1)),
+        "windows": (draw(st.sampled_from([None, 1, 2, 5])), None),
+        "sinks": draw(st.booleans()),
+        "softcap": draw(st.sampled_from([None, 2.0])),
+    }
 
 
 @given(layout=layouts())
 def test_any_chunks_blocks_windows_and_rows(layout):
-    bounds, rows, block_tokens, window, sinks = layout
-    assert_same(bounds, block_tokens=block_tokens, rows=rows, windows=(window, None), sinks=sinks)
+    assert_same(**layout)
 
 
 def test_a_block_of_several_chunks_lies_in_memory_as_they_do():
@@ -193,13 +168,13 @@ def test_a_block_of_several_chunks_lies_in_memory_as_they_do():
                 assert got.transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("rows", ["plain", "packed"])
+@pytest.mark.parametrize("rows", [None, PACKED], ids=["plain", "packed"])
 def test_merged_outputs_lie_in_memory_as_the_layer_wants_them(rows):
     """The output projection reads all heads of a token at once."""
-    bounds = BOUNDS["uneven"]
-    stores, _, _ = streamed(bounds, layers=1, block_tokens=4, rows=ROWS[rows])
+    bounds = UNEVEN
+    stores, _, _ = streamed(bounds, layers=1, block_tokens=4, rows=rows)
     # The first chunks are read as one block, and their output is what the kernel gave.
-    for (out,) in Layers(bounds, stores, rows=ROWS[rows]).forward()[2:]:
+    for (out,) in Layers(bounds, stores, rows=rows).forward()[2:]:
         assert out.shape[2] == N
         assert out.is_contiguous()
 
@@ -284,20 +259,18 @@ def test_a_walk_evicts_what_was_guessed_for_another():
 
 
 def test_loss_from_the_first_chunk_alone():
-    bounds = BOUNDS["uneven"]
+    bounds = UNEVEN
     stores, transfer, _ = streamed(bounds, layers=1, block_tokens=4)
     plain = Layers(bounds, [LayerKV(bounds)])
     ours = Layers(bounds, stores)
-    for got, want in zip(
-        ours.gradients(ours.forward()[:1]), plain.gradients(plain.forward()[:1]), strict=True
-    ):
-        torch.testing.assert_close(got, want)
+    found, wanted = (layers.gradients(layers.forward()[:1]) for layers in (ours, plain))
+    torch.testing.assert_close(found, wanted)
     assert transfer.offloaded_bytes == 0, "chunks whose output nobody used are released too"
 
 
 def test_output_of_a_middle_chunk_unused():
     """Its dK/dV come from later chunks only, and are fetched for `take_gradient`."""
-    bounds = BOUNDS["uneven"]
+    bounds = UNEVEN
     stores, transfer, _ = streamed(bounds, layers=1, block_tokens=4)
     plain = Layers(bounds, [LayerKV(bounds)])
     ours = Layers(bounds, stores)
@@ -306,8 +279,8 @@ def test_output_of_a_middle_chunk_unused():
         outs = layers.forward()
         return layers.gradients([outs[1], outs[4]])
 
-    for got, want in zip(without_middle(ours), without_middle(plain), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    found, wanted = without_middle(ours), without_middle(plain)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert transfer.offloaded_bytes == 0
 
 
@@ -396,7 +369,7 @@ def test_a_failing_kernel_gives_its_block_up():
 def test_a_dropped_graph_frees_its_keys_at_once():
     gc.disable()
     try:
-        bounds = BOUNDS["uneven"]
+        bounds = UNEVEN
         stores, transfer, stream = streamed(bounds, layers=2, block_tokens=4)
         layers = Layers(bounds, stores)
         outs = layers.forward()
@@ -408,7 +381,7 @@ def test_a_dropped_graph_frees_its_keys_at_once():
 
 
 def test_the_store_of_a_frozen_layer_dies_with_forward():
-    bounds = BOUNDS["uneven"]
+    bounds = UNEVEN
     stores, _, _ = streamed(bounds, layers=2, block_tokens=4)
     layers = Layers(bounds, stores)
     for x in layers.inputs[0]:

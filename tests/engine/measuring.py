@@ -75,6 +75,18 @@ SETTINGS = SPPOConfig(
 _MATMULS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm"))
 
 
+class OperationNames(TorchDispatchMode):
+    """Keeps the names of all operations, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 class MatmulCounter(TorchDispatchMode):
     """Counts the matmuls that are computed, those of attention's reference backend among them."""
 

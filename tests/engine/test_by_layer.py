@@ -225,22 +225,11 @@ def test_a_backward_hook_that_comes_later_ends_the_order() -> None:
     torch.testing.assert_close(after, before, rtol=1e-9, atol=0.0)
 
 
-@pytest.mark.filterwarnings("ignore:logits of the whole sequence")
-def test_evaluation_and_its_logits() -> None:
-    model, plain = build_tiny_model("gemma2"), build_tiny_model("gemma2")
-    batch = make_batch(rows=2, tokens=23)
-    convert(model, _config(return_logits=True))
-    plain.set_attn_implementation("eager")
-    with torch.no_grad(), float64_everywhere():
-        ours, theirs = model(**batch), plain(**batch)
-    torch.testing.assert_close(ours.loss, theirs.loss)
-    torch.testing.assert_close(ours.logits, theirs.logits)
-
-
-def test_several_forwards_before_their_backwards() -> None:
+@pytest.mark.parametrize("order", ["by_layer", "by_chunk"])
+def test_several_forwards_before_their_backwards(order: Any) -> None:
     model, plain = build_tiny_model("llama"), build_tiny_model("llama")
     batches = [make_batch(tokens=23, seed=seed) for seed in (1, 2)]
-    convert(model, _config(micro_batch_size=1))
+    convert(model, _config(order=order, micro_batch_size=1))
     with float64_everywhere():
         losses = [model(**batch).loss for batch in batches]
         for loss in losses:

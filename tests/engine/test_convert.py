@@ -143,8 +143,7 @@ def test_a_deep_copy_trains_itself(model, ids):
     expected = _gradients(revert(copy.deepcopy(twin)), ids)
     ours = _gradients(twin, ids)
     assert all(parameter.grad is None for parameter in model.parameters())
-    for name, gradient in expected.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
     assert get_engine(twin).counters["attention_forwards"] == 9
     assert not get_engine(model).counters
     revert(twin)
@@ -163,18 +162,6 @@ def test_after_revert_a_wrapper_of_our_forward_calls_the_original(model, ids):
     convert(model, SPPOConfig(num_chunks=2, show_plan=False))
     assert model(input_ids=ids, labels=ids).logits is None
     assert get_engine(model).counters["attention_forwards"] == 6
-
-
-def test_two_forwards_before_one_backward_do_not_mix(model, ids):
-    other = (ids * 7 + 3) % 97
-    expected = [_gradients(model, batch) for batch in (ids, other)]
-    convert(model, QUIET)
-    model.zero_grad()
-    first, second = (model(input_ids=x, labels=x).loss for x in (ids, other))
-    (first + second).backward()
-    for name, parameter in model.named_parameters():
-        whole = expected[0][name] + expected[1][name]
-        torch.testing.assert_close(parameter.grad, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_what_has_no_head_is_refused():
@@ -289,8 +276,7 @@ def test_moved_layers_are_accepted(model, ids):
         layers = one.model.layers
         layers[0], layers[1] = layers[1], layers[0]
     expected = _gradients(plain, ids)
-    for name, gradient in _gradients(model, ids).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(_gradients(model, ids), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_a_part_that_is_copied_by_itself_does_not_copy_the_model() -> None:

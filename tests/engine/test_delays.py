@@ -28,7 +28,7 @@ from tests.fakes.delays import FAKE_SECONDS, delayed_cuda, delayed_fake
 from tests.fakes.device import RaceError
 from tests.fakes.disk import FakeDisk
 from tests.fakes.operations import OperatingDevice, Operations
-from tests.sweeps import sample
+from tests.sweeps import ALL
 
 LENGTHS = [5, 1, 9, 8]
 TOKENS = sum(LENGTHS)
@@ -80,8 +80,7 @@ def assert_exact(monkeypatch, family, device, copier, around, seed, *, disk=None
             patch.setattr(plan_cache, "Store", lambda _, space, **__: space.close() or disk)
         convert(model, SPPOConfig(**settings))
         for ours in _steps(model, batch, device, around):
-            for one, other in zip(ours, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
             get_engine(model).offload.assert_drained()
     stats = get_engine(model).offload.stats()
     assert stats.d2h_bytes > 0
@@ -111,8 +110,10 @@ def _assert_exact_on_the_fake_device(monkeypatch, family, seed, *, with_disk=Fal
         assert min(disk.writes, disk.reads) > 0
 
 
+# With a disk llama runs always, below.
 @pytest.mark.parametrize(
-    ("family", "seed"), [("gpt_oss", 3), *sample([("llama", 0), ("llama", 1), ("llama", 2)], 3)]
+    ("family", "seed"),
+    [("gpt_oss", 3), *([("llama", 0), ("llama", 1), ("llama", 2)] if ALL else ())],
 )
 def test_no_operation_races_on_the_fake_device(monkeypatch, family, seed):
     _assert_exact_on_the_fake_device(monkeypatch, family, seed)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.attention.segments import RowSpans
@@ -14,20 +13,9 @@ from sppo_hf.engine.forward_calls import ForwardCall, read_call, read_layout
 from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
+from tests.engine.measuring import OperationNames
 
 META = torch.device("meta")
-
-
-class _Operations(TorchDispatchMode):
-    """Names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
 
 
 def _call(number: Any) -> ForwardCall:
@@ -41,7 +29,7 @@ def _call(number: Any) -> ForwardCall:
 def test_the_loss_divisor_is_created_on_the_device(number: float) -> None:
     """A copy of it would make the host wait until all of forward has run."""
     call, count = _call(number), torch.zeros((), dtype=torch.int64, device=META)
-    with _Operations() as operations:
+    with OperationNames() as operations:
         divisor = call.divisor(count)
     assert operations.names == ["aten::full"]
     assert divisor.device == META

@@ -159,8 +159,9 @@ def test_each_set_of_trained_parameters_has_its_own_plans():
     assert len(seen) == 3, "one of evaluation"
 
 
-def test_plans_of_the_least_recently_trained_sets_are_dropped():
-    """LISA, for one, draws new sets of trained layers all the time; the last eight are kept."""
+def test_plans_of_the_least_recently_trained_sets_are_dropped(monkeypatch: pytest.MonkeyPatch):
+    """LISA, for one, draws new sets of trained layers all the time; the last ones are kept."""
+    monkeypatch.setattr(plans_module, "_MAX_TRAINED_SETS", 3)
     model, seen = _converted(build_tiny_model("llama", num_hidden_layers=2))
     engine = get_engine(model)
     assert engine is not None
@@ -172,14 +173,14 @@ def test_plans_of_the_least_recently_trained_sets_are_dropped():
         model.zero_grad(set_to_none=True)
         return len(seen)
 
-    names = [name for name, _ in model.named_parameters() if "layers" in name][:10]
-    assert [train(name) for name in names] == list(range(1, 11))
-    assert [train(name) for name in reversed(names[2:])] == [10] * 8
-    assert train(names[0]) == 11
-    assert train(names[2]) == 11, "used later than its neighbours"
-    assert train(names[9]) == 12, "not used for the longest time"
+    names = [name for name, _ in model.named_parameters() if "layers" in name][:5]
+    assert [train(name) for name in names] == list(range(1, 6))
+    assert [train(name) for name in reversed(names[2:])] == [5] * 3
+    assert train(names[0]) == 6
+    assert train(names[2]) == 6, "used later than its neighbours"
+    assert train(names[4]) == 7, "not used for the longest time"
     book = engine.plans
-    assert len(book._plans) == len(book._shapes) == len(book._runs) == 8
+    assert len(book._plans) == len(book._shapes) == len(book._runs) == 3
 
 
 @pytest.mark.parametrize("shares", [(0.5,), (1.0, 0.5)], ids=str)

@@ -114,17 +114,6 @@ def test_layers_know_their_mixers_and_whether_they_attend() -> None:
     assert seen == [kind == "linear_attention" for kind in kinds]
 
 
-@in_turn([*MIXERS, "falcon_h1", "mamba2"])
-def test_only_layers_with_attention_attend(family: str, recompute: Any) -> None:
-    model = build_tiny_model(family)
-    layers = {"qwen3_next": 1, "bamba": 1, "lfm2": 1, "falcon_h1": 3, "mamba2": 0}[family]
-    converted = convert(model, settings_of(1, 8, 5, 9, recompute=recompute))
-    run_batch(converted, make_batch(rows=2, tokens=23))
-    engine = get_engine(converted)
-    assert engine is not None
-    assert engine.counters.get("attention_forwards", 0) == 4 * layers
-
-
 # Modes "whole" and "inputs" of MIXERS are compared in test_exactness.py.
 @pytest.mark.parametrize(
     ("family", "saved", "offload"),
@@ -220,7 +209,11 @@ def run_documents_alone(model: torch.nn.Module, batch: dict[str, torch.Tensor]) 
     return Gradients(loss, {name: p.grad for name, p in model.named_parameters()})
 
 
-@in_turn([*MIXERS, "falcon_h1", "zamba2", "kimi_linear"])
+ATTENDING = {"qwen3_next": 1, "bamba": 1, "lfm2": 1, "falcon_h1": 3, "zamba2": 1, "kimi_linear": 1}
+"""Decoder layers with attention."""
+
+
+@in_turn(list(ATTENDING))
 def test_no_state_leaks_from_one_packed_document_into_the_next(family: str, recompute: Any) -> None:
     """Documents begin inside chunks and at their starts, are cut by two of them, have one token.
 
@@ -233,6 +226,9 @@ def test_no_state_leaks_from_one_packed_document_into_the_next(family: str, reco
     worst = parameter_errors(ours, theirs)[0]
     assert worst.error <= TOLERANCE, worst
     assert abs(ours.loss - theirs.loss) <= TOLERANCE * theirs.loss
+    engine = get_engine(converted)
+    assert engine is not None
+    assert engine.counters["attention_forwards"] == 4 * ATTENDING[family]
     # The unmodified torch code does let states leak: this is no comparison with it.
     model = build_tiny_model(family)
     with float64_everywhere():
@@ -254,15 +250,12 @@ def test_mixers_are_as_they_were_after_packed_rows() -> None:
     assert all("forward" not in vars(mixer) for mixer in mixers_of(model))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_labels_on_padding_meet_the_unmodified_models_zeros(recompute: Any) -> None:
+@in_turn(["qwen3_next", "bamba"])
+def test_labels_on_padding_meet_the_unmodified_models_zeros(family: str, recompute: Any) -> None:
     batch = make_batch(rows=3, tokens=23, padding=(0, 9, 3))
     batch["labels"] = batch["input_ids"].clone()
-    for family in ("qwen3_next", "bamba"):
-        report = compare(
-            build_tiny_model(family), batch, settings_of(5, 2, 9, 7, recompute=recompute)
-        )
-        assert report.exact, str(report)
+    report = compare(build_tiny_model(family), batch, settings_of(5, 2, 9, 7, recompute=recompute))
+    assert report.exact, str(report)
 
 
 @pytest.mark.parametrize("family", MIXERS)
