@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,8 +49,10 @@ def test_liger_needs_triton_and_a_gpu(installed: set[str], monkeypatch: pytest.M
     assert not liger_runs_on(CPU)
 
 
-def used(model: nn.Module) -> dict[str, int]:
-    return layer_kernels.use_layer_kernels(find_parts(model), CPU)
+def used(model: nn.Module) -> Counter[str]:
+    """Use kernels; returns how many modules have one, by its name."""
+    layer_kernels.use_layer_kernels(find_parts(model), CPU)
+    return Counter(filter(None, map(layer_kernels._mark, model.modules())))
 
 
 @pytest.mark.parametrize(
@@ -364,10 +367,6 @@ def adapted(
     return model.train()
 
 
-def num_adapted(model: nn.Module) -> int:
-    return layer_kernels.use_layer_kernels(find_parts(model), CPU)["adapter"]
-
-
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
@@ -429,7 +428,7 @@ def test_as_much_is_offloaded_as_of_pefts_code(
 def test_which_kinds_of_lora_are_added(settings: dict[str, Any], added: list[torch.Size]) -> None:
     model = adapted(dtype=torch.float32, **settings)
     is_plain = "use_rslora" in settings or "lora_dropout" in settings
-    assert num_adapted(model) == (7 * len(find_parts(model).layers) if is_plain else 0)
+    assert used(model)["adapter"] == (7 * len(find_parts(model).layers) if is_plain else 0)
     ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
     added.clear()
     torch.manual_seed(3)
@@ -446,7 +445,7 @@ def test_a_base_layer_that_trains_too(dropout: float, added: list[torch.Size]) -
     ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(3)
     expected = step(model, ids)
-    num_adapted(model)
+    used(model)
     added.clear()
     torch.manual_seed(3)
     torch.testing.assert_close(step(model, ids), expected, rtol=1e-5, atol=1e-7)
@@ -482,11 +481,11 @@ def test_adapters_that_add_otherwise_keep_pefts_code(
 ) -> None:
     model = adapted(dtype=dtype, in_float32=in_float32)
     monkeypatch.setattr(layer_kernels, "_AdaptedLinear", wrong)
-    assert num_adapted(model) == 0
+    assert used(model)["adapter"] == 0
     with torch.autocast("cpu", torch.bfloat16):
-        assert num_adapted(model) == 0, "later steps may run without autocast"
+        assert used(model)["adapter"] == 0, "later steps may run without autocast"
     monkeypatch.setattr(layer_kernels, "_AdaptedLinear", _ADDED)
-    assert num_adapted(model)
+    assert used(model)["adapter"]
     ours = [record for record in caplog.records if record.name.startswith("sppo_hf")]
     assert not ours, "it was compared"
 
@@ -527,7 +526,7 @@ def widen(model: Any) -> None:
 @pytest.mark.parametrize("change", [disable, merge, add_second, hook, hook_gradients, widen])
 def test_what_is_changed_later_runs_pefts_code(change: Any, added: list[torch.Size]) -> None:
     model = adapted(dtype=torch.float32)
-    assert num_adapted(model) == 7 * len(find_parts(model).layers)
+    assert used(model)["adapter"] == 7 * len(find_parts(model).layers)
     ids = torch.randint(0, 90, (1, 12), generator=torch.Generator().manual_seed(0))
     step(model, ids)
     change(model)
@@ -562,7 +561,7 @@ def test_under_autocast_pefts_code_runs(
     dtype: torch.dtype, in_float32: bool, settings: dict[str, Any], added: list[torch.Size]
 ) -> None:
     model = adapted(dtype=dtype, in_float32=in_float32, **settings)
-    num_adapted(model)
+    used(model)
     added.clear()
     with torch.autocast("cpu", torch.bfloat16):
         step(model, torch.zeros(1, 8, dtype=torch.long))
@@ -571,7 +570,7 @@ def test_under_autocast_pefts_code_runs(
 
 def test_adapters_in_float32_need_autocast(added: list[torch.Size]) -> None:
     model = adapted(dtype=torch.bfloat16, in_float32=True)
-    assert num_adapted(model)
+    assert used(model)["adapter"]
     added.clear()
     step(model, torch.zeros(1, 8, dtype=torch.long))
     assert not added, "their products are those of float32"
@@ -619,7 +618,7 @@ def test_adapters_in_bfloat16_are_no_farther_from_float32() -> None:
     wide_layer = copy.deepcopy(layer).float()
     exact = wide_layer(x.float()).detach()
     own = layer(x).detach()
-    assert num_adapted(model)
+    assert used(model)["adapter"]
     ours = layer(x).detach()
     assert not torch.equal(ours, own)
     assert (ours - exact).norm() <= (own - exact).norm()
