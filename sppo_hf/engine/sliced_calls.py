@@ -61,7 +61,7 @@ from sppo_hf.engine.model_parts import (
     is_compiled,
     patched_attribute,
 )
-from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
+from sppo_hf.engine.recompute import RecomputedLayer, RecomputedTile, SavedTensor
 from sppo_hf.engine.stages import AbsentLayer, as_returned, returned_values
 from sppo_hf.engine.unit_graph import GraphNode
 from sppo_hf.errors import SPPOError, first_line
@@ -734,7 +734,8 @@ class _TiledCall:
         def run(x_1MD: Tensor) -> Any:
             index, input_of_tile = next(numbered)
             label = f"{self._part.name}, tile {index}"
-            tile = activations.tile(self._part.module, label, _SavedInGraph(input_of_tile))
+            saved_input = _SavedInGraph(input_of_tile)
+            tile = RecomputedTile(activations, self._part.module, label, saved_input)
             tile.open((x_1MD,), {})
             try:
                 output = self._forward(x_1MD)
