@@ -250,7 +250,6 @@ class ChunkRunner:
         self._examples: dict[int, Call] = {}
         self._call: SlicedCall | None = None
         self._running: _RunningLayer | None = None
-        self._num_norm_slices = 1
         self._recomputed_chunks: dict[int, weakref.ref[RecomputedLayer]] = {}
         self._heap = HeapWatch(None) if self.heap is None else self.heap
 
@@ -486,11 +485,15 @@ class ChunkRunner:
             modes = {self.plan.mode(index - self._layers.start, c) for c in self._chunks}
             on_device = all(mode.recompute and mode.tier == "device" for mode in modes)
             self._arena = CpuChunkArena(len(self._chunks), keep_whole_inputs=on_device)
-        example = self._examples.get(index)
-        self._call = SlicedCall(
-            args, kwargs, bounds=self._call_bounds(), example=example, where=where
-        )
-        return self._open_layer(index, layer, self._chunks.start)
+            self._call = SlicedCall(
+                *(args, kwargs),
+                bounds=self._call_bounds(),
+                example=self._examples[index],
+                where=where,
+            )
+            args, kwargs = self._call.take(0)
+        self._open_layer(index, layer, self._chunks.start, args, kwargs)
+        return args, kwargs
 
     def _call_bounds(self) -> Bounds:
         """Return the bounds of the chunks of this call of the base model."""
@@ -500,37 +503,41 @@ class ChunkRunner:
         self,
         module: nn.Module,
         output: Any,
-        count: int,
-        open_slice: Callable[[int], Call],
+        open_slice: Callable[..., None],
         close_slice: Callable[[Any], object],
     ) -> Any:
-        """Close the first of `count` slices of a call, which gave `output`, and run the others.
+        """Close the first slice of a call, which gave `output`, and run the others.
+
+        `open_slice` is called with the index of a slice, its arguments and keyword arguments.
 
         Returns:
             The output over all tokens of this call; None where that is `output` itself.
         """
         call, self._call = self._call, None
         close_slice(output)
-        if count == 1:
+        if call is None:
             return None
-        assert call is not None, "what runs in slices was cut"
         call.put(0, output)
-        for index in range(1, count):
-            self._call = call
-            args, kwargs = open_slice(index)
-            self._call = None
+        for index in range(1, len(call.bounds)):
+            args, kwargs = call.take(index)
+            open_slice(index, args, kwargs)
             output = module.forward(*args, **kwargs)
             del args, kwargs
             close_slice(output)
             call.put(index, output)
         return call.joined()
 
-    def _open_layer(self, index: int, layer: nn.Module, chunk: int) -> Call:
-        assert self._call is not None, "a layer that runs was given its arguments"
+    def _open_layer(
+        self,
+        index: int,
+        layer: nn.Module,
+        chunk: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         self._chunk = chunk
         if self.plan.order == "by_layer" and self._timer is not None:
             self._timer.forward_unit(chunk, index)
-        args, kwargs = self._call.take(chunk - self._chunks.start)
         start, end = self.plan.bounds[chunk]
         between = self._between_chunks[index - self._layers.start]
         if chunk < between.next_chunk:
@@ -575,7 +582,6 @@ class ChunkRunner:
             recomputed.open(args, kwargs)
         elif isinstance(activations, LayerOffload):
             activations.open()
-        return args, kwargs
 
     def _context(self) -> ChunkContext:
         """Return the context of the base model's forward, between layers."""
@@ -629,8 +635,8 @@ class ChunkRunner:
             self._cancel()
             return None
 
-        def open_chunk(part: int) -> Call:
-            return self._open_layer(index, layer, self._chunks[part])
+        def open_chunk(part: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._open_layer(index, layer, self._chunks[part], args, kwargs)
 
         def close_chunk(output: Any) -> None:
             self._close_layer()
@@ -638,7 +644,7 @@ class ChunkRunner:
                 hidden = output[0] if isinstance(output, tuple) else output
                 self._timer.watch_backward(self._chunk, hidden, index)
 
-        joined = self._run_other_slices(layer, output, len(self._chunks), open_chunk, close_chunk)
+        joined = self._run_other_slices(layer, output, open_chunk, close_chunk)
         offloaded_kv = self._end_layer(index) if self.plan.order == "by_layer" else None
         whole = output if joined is None else joined
         hidden = whole[0] if isinstance(whole, tuple) else whole
@@ -745,19 +751,23 @@ class ChunkRunner:
         compute on: 2 GiB for Llama-3.1-8B at 128K tokens, and 1 GiB more where their weights train.
         """
         bounds, example = self._call_bounds(), self._examples.get(NORM)
-        tiles = self._tiles.bounds(args, kwargs) if len(bounds) == 1 else bounds
-        if len(tiles) > len(bounds):  # called with [B, T, D] alone
-            bounds, example = tiles, ((args[0][:, :EXAMPLE_TOKENS],), {})
-        self._num_norm_slices = len(bounds)
-        self._call = SlicedCall(
-            args, kwargs, bounds=bounds, example=example, where="the final norm"
-        )
-        return self._open_norm(norm, 0)
+        if len(bounds) == 1:
+            bounds = self._tiles.bounds(args, kwargs)
+            if len(bounds) > 1:  # called with [B, T, D] alone
+                example = ((args[0][:, :EXAMPLE_TOKENS],), {})
+        if len(bounds) > 1:
+            assert example is not None, "a call that is cut has an example"
+            self._call = SlicedCall(
+                *(args, kwargs), bounds=bounds, example=example, where="the final norm"
+            )
+            args, kwargs = self._call.take(0)
+        self._open_norm(norm, 0, args, kwargs)
+        return args, kwargs
 
-    def _open_norm(self, norm: nn.Module, index: int) -> Call:
-        assert self._call is not None, "a norm that runs was given its arguments"
+    def _open_norm(
+        self, norm: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._chunk = chunk = min(self._chunks.start + index, self._chunks.stop - 1)
-        args, kwargs = self._call.take(index)
         if self._log is not None and index < len(self._chunks):
             hidden = args[0] if args else kwargs["hidden_states"]
             self._log.begin_layer(chunk, len(self._layers), hidden)
@@ -776,7 +786,6 @@ class ChunkRunner:
             )
             activations.open(args, kwargs)
         self._running = _RunningLayer(context, contextlib.ExitStack(), activations)
-        return args, kwargs
 
     def after_norm(self, norm: nn.Module, output: Any, *, failed: bool) -> Any:
         """Close the final norm for the first chunk, and run it on the others; see `after_layer`."""
@@ -786,8 +795,7 @@ class ChunkRunner:
         return self._run_other_slices(
             norm,
             output,
-            self._num_norm_slices,
-            lambda index: self._open_norm(norm, index),
+            functools.partial(self._open_norm, norm),
             lambda _: self._close(),
         )
 

@@ -239,10 +239,10 @@ def model_profile(parts: ModelParts, device: torch.device | None = None) -> Mode
     With kernels in the layers once they have got them, which is before the first plan of a step.
     """
     device = device or next(parts.causal_lm.parameters()).device
-    dtype_bytes, dtype = _compute_bytes(parts, device), parts.causal_lm.dtype
+    dtype, own_dtype = _compute_dtype(parts, device), parts.causal_lm.dtype
     training = Training(
-        dtype_bytes=dtype_bytes,
-        parameter_bytes=dtype.itemsize if dtype.is_floating_point else dtype_bytes,
+        dtype_bytes=dtype.itemsize,
+        parameter_bytes=(own_dtype if own_dtype.is_floating_point else dtype).itemsize,
         lora=_find_lora(parts, device),
         layer_kernels=saves_like_kernels(parts),
     )
@@ -314,7 +314,7 @@ def _find_lora(parts: ModelParts, device: torch.device) -> LoraShape | None:
         rank=rank,
         targets=tuple(sorted(targets)),
         dtype_bytes=dtype_bytes,
-        autocast=_is_autocast(device),
+        autocast=_is_autocast(parts, device),
         dropout=dropout,
     )
 
@@ -327,22 +327,21 @@ def _dropout_rate(module: nn.Module, adapter: str) -> float:
 def dtype_name(parts: ModelParts, device: torch.device | None = None) -> str:
     """Name of the compute dtype, such as "bfloat16"; `device` as in `model_shape`."""
     device = device or next(parts.causal_lm.parameters()).device
+    return str(_compute_dtype(parts, device)).removeprefix("torch.")
+
+
+def _compute_dtype(parts: ModelParts, device: torch.device) -> torch.dtype:
     dtype = parts.causal_lm.dtype
-    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+    if _is_autocast(parts, device):
         dtype = torch.get_autocast_dtype(device.type)
-    return str(dtype if dtype.is_floating_point else torch.bfloat16).removeprefix("torch.")
+    return dtype if dtype.is_floating_point else torch.bfloat16
 
 
-def _compute_bytes(parts: ModelParts, device: torch.device) -> int:
-    if _is_autocast(device):
-        return torch.get_autocast_dtype(device.type).itemsize
-    dtype = parts.causal_lm.dtype
-    return dtype.itemsize if dtype.is_floating_point else 2
-
-
-def _is_autocast(device: torch.device) -> bool:
-    # Autocast does not support the meta device.
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+def _is_autocast(parts: ModelParts, device: torch.device) -> bool:
+    """Whether autocast casts a model's products; it leaves float64 as it is."""
+    if device.type == "meta" or parts.causal_lm.dtype == torch.float64:
+        return False  # autocast does not support the meta device
+    return torch.is_autocast_enabled(device.type)
 
 
 _THREADS = Path("/proc/self/task")

@@ -365,38 +365,33 @@ def _state(root: nn.Module) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ExampleCalls:
-    """A call of a module for all `_TOKENS` tokens, and the shapes that show which dims they are."""
+    """Calls of a module for all `_TOKENS` tokens, and for `_SPLIT`: which dims these are."""
 
     whole: Call
-    part_shapes: tuple[torch.Size | None, ...]
-    """Shapes of the arguments for `_SPLIT` tokens."""
-
-    @classmethod
-    def of(cls, whole: Call, part: Call) -> _ExampleCalls:
-        leaves = tree_flatten(part)[0]
-        return cls(whole, tuple(x.shape if isinstance(x, Tensor) else None for x in leaves))
+    part: Call
 
     def cut(self, start: int, end: int, move: Callable[[Tensor], Tensor]) -> Call:
         """Return the arguments for the tokens `[start, end)`, each tensor as `move` returns it."""
         leaves, spec = tree_flatten(self.whole)
-        if len(leaves) != len(self.part_shapes):
+        examples = tree_flatten(self.part)[0]
+        if len(leaves) != len(examples):
             raise _CannotTry("it is called with other arguments for fewer tokens")
         cuts = [
-            move(_narrow(leaf, shape, start, end))
+            move(_narrow(leaf, example, start, end))
             if isinstance(leaf, Tensor)
             else PrefixLength(start)
             if isinstance(leaf, PrefixLength)
             else leaf
-            for leaf, shape in zip(leaves, self.part_shapes, strict=True)
+            for leaf, example in zip(leaves, examples, strict=True)
         ]
         return tree_unflatten(cuts, spec)
 
 
-def _narrow(whole: Tensor, part: torch.Size | None, start: int, end: int) -> Tensor:
-    """Return the tokens `[start, end)` of a tensor whose shape for `_SPLIT` tokens is `part`."""
-    if part is None or len(part) != whole.ndim:
+def _narrow(whole: Tensor, part: Any, start: int, end: int) -> Tensor:
+    """Return the tokens `[start, end)` of a tensor that is like `part` for `_SPLIT` tokens."""
+    if not isinstance(part, Tensor) or part.ndim != whole.ndim:
         return whole
-    for dim, (size, less) in enumerate(zip(whole.shape, part, strict=True)):
+    for dim, (size, less) in enumerate(zip(whole.shape, part.shape, strict=True)):
         if (size, less) == (_TOKENS, _SPLIT):
             whole = whole.narrow(dim, start, end - start)
     return whole.contiguous()
@@ -423,7 +418,7 @@ def _record_calls(
         seen |= {embedding: ((_ids(parts, tokens),), {}), head: ((hidden,), {})}
         calls.append(seen)
     whole, part = calls
-    return {root: _ExampleCalls.of(whole[root], part[root]) for root in found if root in whole}
+    return {root: _ExampleCalls(whole[root], part[root]) for root in found if root in whole}
 
 
 def _run_base(
@@ -527,7 +522,7 @@ class _Trial:
         width = input_width(module, self.parts.text_config.hidden_size)
         whole, part = (((_hidden(self.parts, n, width),), {}) for n in (_TOKENS, _SPLIT))
         mixers = [mixer for mixer in self.mixers if mixer in set(module.modules())]
-        calls = _ExampleCalls.of(whole, part)
+        calls = _ExampleCalls(whole, part)
         return replace(self, root=module, foreign=[module], mixers=mixers, calls=calls)
 
     def _compare(self) -> None:

@@ -78,7 +78,6 @@ import logging
 import sys
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -153,11 +152,8 @@ def restore_layers(parts: ModelParts) -> None:
             module._compiled_call_impl = None
 
 
-def compile_layers(parts: ModelParts, device: torch.device) -> int:
+def compile_layers(parts: ModelParts, device: torch.device) -> None:
     """Compile norms and MLPs of decoder layers; see [Note: what is compiled].
-
-    Returns:
-        Number of modules that are compiled now.
 
     Raises:
         ConfigError: `torch.compile` does not work here, or FSDP2 shards the model.
@@ -168,14 +164,11 @@ def compile_layers(parts: ModelParts, device: torch.device) -> int:
             "Allowed: compile without FSDP2. Remedy: drop compile."
         )
     _check_compiler(device)
-    count = 0
     for module in filter(_is_candidate, _modules(parts)):
         if module._compiled_call_impl is None and not has_hooks(module):
             # Chunks differ in length; one graph serves all.
             module.compile(dynamic=True)
             module.__dict__[_COMPILED] = True
-        count += _COMPILED in module.__dict__
-    return count
 
 
 def _check_compiler(device: torch.device) -> None:
@@ -226,24 +219,20 @@ def liger_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and found
 
 
-def use_layer_kernels(parts: ModelParts, device: torch.device) -> Counter[str]:
+def use_layer_kernels(parts: ModelParts, device: torch.device) -> None:
     """Use kernels in modules where they pass the comparison; may be called again.
 
     That of rotary embedding is compared in the first chunk.
-
-    Returns:
-        Number of modules that have a kernel now, by the kernel's name.
     """
     liger = None
     if liger_runs_on(device):
         use_rotary_kernel(parts, device)
         liger = importlib.import_module("liger_kernel").ops
-    kernels, modules = _Kernels(liger, device), list(_modules(parts))
-    for module in () if parts.is_sharded() else modules:
+    kernels = _Kernels(liger, device)
+    for module in () if parts.is_sharded() else _modules(parts):
         forward = None if "forward" in module.__dict__ else kernels.forward_for(module)
         if forward is not None:
             module.__dict__["forward"] = types.MethodType(forward, module)
-    return Counter(filter(None, map(_mark, modules)))
 
 
 def _modules(parts: ModelParts) -> Iterator[nn.Module]:

@@ -46,12 +46,8 @@ _rejected: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, str]]] = weakref.
 """By causal language model: (module, name) of the functions for which it runs the torch code."""
 
 
-def check_mixer_kernels(parts: ModelParts, device: torch.device) -> tuple[str, ...]:
-    """Make mixers run the torch code for kernels that disagree with it; may be called again.
-
-    Returns:
-        Names of the functions for which the model's chunks run the torch code.
-    """
+def check_mixer_kernels(parts: ModelParts, device: torch.device) -> None:
+    """Make mixers run the torch code for kernels that disagree with it; may be called again."""
     rejected = _rejected.setdefault(parts.causal_lm, set())
     for mixer in _distinct_mixers(parts):
         for name in _kernels(mixer):
@@ -67,7 +63,6 @@ def check_mixer_kernels(parts: ModelParts, device: torch.device) -> tuple[str, .
                     name,
                     reason,
                 )
-    return tuple(sorted(name for _, name in rejected))
 
 
 @contextlib.contextmanager

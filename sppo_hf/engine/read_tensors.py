@@ -9,7 +9,7 @@ a layer is rerun.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,19 +105,13 @@ def _settings_of(attributes: dict[str, Any]) -> dict[str, Any]:
 class ReadTensors:
     """Tensors that a part of the model reads beside its inputs, and the settings of its modules."""
 
-    def __init__(
-        self,
-        reads: Iterable[_Read],
-        settings: _Settings | None = None,
-        root: nn.Module | None = None,
-        *,
-        are_compiled: bool = False,
-    ) -> None:
-        self.are_compiled = are_compiled
+    def __init__(self, reads: Iterable[_Read], modules: Sequence[nn.Module] = ()) -> None:
+        """Note what `modules` read, of which the first contains the others."""
+        self.are_compiled = any(map(is_compiled, modules))
         """Whether `torch.compile` compiled any of the modules, which no dispatch mode may watch."""
         self._reads = tuple(reads)
-        self._settings = _Settings(()) if settings is None else settings
-        self._root = root
+        self._settings = _Settings(modules)
+        self._root = modules[0] if modules else None
         self._need_grads = [read.tensor.requires_grad for read in self._reads]
         self._own_writes: set[int] = set()
 
@@ -136,8 +130,7 @@ class ReadTensors:
             for key, tensor in child._buffers.items():
                 if tensor is not None:
                     reads.append(_Read(key, tensor, child._buffers, may_change=True))
-        are_compiled = any(map(is_compiled, modules))
-        return cls(reads, _Settings(modules), module, are_compiled=are_compiled)
+        return cls(reads, modules)
 
     @classmethod
     def of_named(cls, named: Iterable[tuple[str, Tensor]]) -> ReadTensors:

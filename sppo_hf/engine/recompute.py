@@ -355,31 +355,6 @@ class RecomputedLayer:
 
     # -- modules of the layer that run in tiles ------------------------------------------------
 
-    def tile(self, module: nn.Module, label: str, hidden: SavedTensor) -> RecomputedTile:
-        """Make the saved activations of a call of `module` on some of the tokens.
-
-        `label` names the module and the tokens, the same in all layers of a kind; `hidden` has the
-        call's input in backward.
-        """
-        keep = self.keep
-        assert keep is not None, "tiles are made in the first forward"
-        return RecomputedTile(
-            module,
-            hidden,
-            self._tile_matmuls,
-            self._run_context,
-            self._as_in_forward,
-            context=self.context,
-            around_layers=self.around_layers,
-            prefetch_order=None,
-            offload=self.offload,
-            keep=lambda kind, tensor: keep(f"{label}, {kind}", tensor),
-            mode=self.mode,
-            label=f"{self.label}, {label}",
-            reads=ReadTensors(()),  # the layer compares what all of it reads
-            before_use=self.before_use,
-        )
-
     def run_tiles(
         self, run: Callable[[], list[Tensor]], hidden: Tensor, num_outputs: int
     ) -> tuple[list[Tensor], list[bool]]:
@@ -651,25 +626,36 @@ class RecomputedLayer:
 class RecomputedTile(RecomputedLayer):
     """Saved activations of a call of one of a layer's modules on some of the tokens.
 
-    The layer has the call's input, or recomputes it, so a tile keeps matmuls alone. `layer_matmuls`
-    gets them, and the layer has them prefetched. What is as in `layer_run_context` is shared with
-    it.
+    The layer has the call's input, or recomputes it, so a tile keeps matmuls alone. The layer has
+    them prefetched, and shares what is the same of the run context.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        hidden: SavedTensor,
-        layer_matmuls: list[Matmul],
-        layer_run_context: RunContext,
-        as_in_forward: Callable[[], contextlib.AbstractContextManager[None]],
-        **others: Any,
+        self, layer: RecomputedLayer, module: nn.Module, label: str, hidden: SavedTensor
     ) -> None:
-        super().__init__(module, **others)
+        """Prepare for a call of `module`, while the first forward of `layer` runs.
+
+        `label` names the module and the tokens, the same in all layers of a kind; `hidden` has the
+        call's input in backward.
+        """
+        keep = layer.keep
+        assert keep is not None, "tiles are made in the first forward"
+        super().__init__(
+            module,
+            context=layer.context,
+            around_layers=layer.around_layers,
+            prefetch_order=None,
+            offload=layer.offload,
+            keep=lambda kind, tensor: keep(f"{label}, {kind}", tensor),
+            mode=layer.mode,
+            label=f"{layer.label}, {label}",
+            reads=ReadTensors(()),  # the layer compares what all of it reads
+            before_use=layer.before_use,
+        )
         self._input = hidden
-        self._layer_matmuls = layer_matmuls
-        self._shared_context = layer_run_context
-        self._as_in_forward = as_in_forward
+        self._layer_matmuls = layer._tile_matmuls
+        self._shared_context = layer._run_context
+        self._as_in_forward = layer._as_in_forward
 
     def _hold(self, kind: str, tensor: Tensor) -> SavedTensor:
         return self._input if kind == "inputs" else super()._hold(kind, tensor)

@@ -50,7 +50,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -108,8 +108,6 @@ _EVERYTHING = -1
 """Set of all matmuls that are recorded by the time at which the set is read."""
 _CONSTANT = -2
 """Like `_EVERYTHING`, for memory filled with a constant, until torch writes into it."""
-
-_ALLOCATED = {"empty": _EVERYTHING, "constant": _CONSTANT}
 
 
 class DependencyTracker(LightDispatchMode):
@@ -178,10 +176,8 @@ class DependencyTracker(LightDispatchMode):
         if op.is_thick_matmul(args, self._width):
             self._on_matmul(func, op, args, output, depends)
         else:
-            if self._allocated is not None and op.allocates != "nothing":
-                depends = self._allocated
-            else:
-                depends = _ALLOCATED.get(op.allocates, depends)
+            if op.allocates is not None:
+                depends = op.allocates if self._allocated is None else self._allocated
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in((output,)):
                 self._set(tensor, depends)
         return output
@@ -689,22 +685,21 @@ _LEFT_FACTOR = {
 }
 """Position of the argument over whose last dim a matmul sums, by the matmul's name."""
 
-_EMPTY = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("empty", "new_empty", "empty_like", "empty_permuted"),
-        *("empty_strided", "new_empty_strided"),
-    )
-)
-_FILLED = frozenset(
-    f"aten::{name}"
-    for kind in ("zeros", "ones", "full")
-    for name in (kind, f"new_{kind}", f"{kind}_like")
-)
-_ALLOCATES: dict[str, Literal["empty", "constant"]] = {
-    **dict.fromkeys(_EMPTY, "empty"),
-    **dict.fromkeys(_FILLED, "constant"),
+_ALLOCATES = {
+    **dict.fromkeys(
+        (
+            *("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_permuted"),
+            *("aten::empty_strided", "aten::new_empty_strided"),
+        ),
+        _EVERYTHING,
+    ),
+    **{
+        f"aten::{name}": _CONSTANT
+        for kind in ("zeros", "ones", "full")
+        for name in (kind, f"new_{kind}", f"{kind}_like")
+    },
 }
+"""What memory depends on that an operation only allocates, by the operation's name."""
 
 _OVERWRITING = frozenset(
     f"aten::{name}_" for name in ("bernoulli", "uniform", "normal", "random", "exponential", "copy")
@@ -722,8 +717,8 @@ class Operation:
     """Position of the argument over whose last dim a matmul sums; None for other operations."""
     writes: tuple[tuple[int, str], ...]
     """Position and name of the arguments that it writes into."""
-    allocates: Literal["nothing", "empty", "constant"]
-    """Contents of the memory that it allocates; "nothing" unless it only allocates memory."""
+    allocates: int | None
+    """Set on which the memory that it allocates depends; None unless it only allocates memory."""
     overwrites: bool
     """Whether it replaces all elements of its first argument, whatever their old values."""
     reveals: bool
@@ -758,7 +753,7 @@ def operation(func: Any) -> Operation:
         # Outputs that are written into the caller's memory are not held.
         left_factor=None if writes else _LEFT_FACTOR.get(schema.name),
         writes=writes,
-        allocates=_ALLOCATES.get(schema.name, "nothing"),
+        allocates=_ALLOCATES.get(schema.name),
         overwrites=schema.name in _OVERWRITING,
         reveals=not _REVEALING.isdisjoint(func.tags),
         adds_product=schema.name == "aten::addmm_",

@@ -61,7 +61,7 @@ from sppo_hf.engine.model_parts import (
     is_compiled,
     patched_attribute,
 )
-from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
+from sppo_hf.engine.recompute import RecomputedLayer, RecomputedTile, SavedTensor
 from sppo_hf.engine.stages import AbsentLayer, as_returned, returned_values
 from sppo_hf.engine.unit_graph import GraphNode
 from sppo_hf.errors import SPPOError, first_line
@@ -215,27 +215,21 @@ class SlicedCall:
         kwargs: dict[str, Any],
         *,
         bounds: Bounds,
-        example: Call | None,
+        example: Call,
         where: str,
     ) -> None:
-        """Prepare to cut a call into the chunks of `bounds`, in tokens; one is not cut.
+        """Prepare to cut a call into the chunks of `bounds`, in tokens.
 
-        `example` is a call of the module for `EXAMPLE_TOKENS` tokens; None for one chunk.
+        `example` is a call of the module for `EXAMPLE_TOKENS` tokens.
 
         Raises:
             CannotRunByLayer: It is unclear which dims of the arguments are the tokens.
         """
-        self._bounds = bounds
+        self.bounds = bounds
         self._where = where
-        self._whole: Call | None = (args, kwargs)
-        self._join: TokenJoin | None = None
-        self._hidden_shape: torch.Size = torch.Size()
-        if len(bounds) == 1:
-            return
-        assert example is not None, "a call that is cut has an example"
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, self._spec = tree_flatten((args, kwargs))
         examples, known_spec = tree_flatten(example)
-        if spec != known_spec:
+        if self._spec != known_spec:
             raise CannotRunByLayer(f"{where} is called with other arguments for fewer tokens")
         tokens = bounds[-1][1]
         hidden = args[0] if args else kwargs.get("hidden_states")
@@ -249,34 +243,25 @@ class SlicedCall:
         dim = next((d for x, d in zip(leaves, dims, strict=True) if x is hidden), None)
         if dim is None:
             raise CannotRunByLayer(f"{where} is given hidden states without a dim of tokens")
-        self._spec = spec
-        self._cuts: list[Callable[[int, int], Any]] = [
-            _cut(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)
-        ]
-        self._dim = dim
-        self._whole = None
+        self._cuts = [_cut(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
         self._join = TokenJoin(dim, tokens, len(bounds))
 
     def take(self, index: int) -> Call:
         """Return the arguments of the `index`-th chunk; chunks are taken in order, each once."""
-        if self._whole is not None:
-            whole, self._whole = self._whole, None
-            return whole
-        start, end = self._bounds[index]
+        start, end = self.bounds[index]
         leaves = [cut(start, end) for cut in self._cuts]
-        if index == len(self._bounds) - 1:
+        if index == len(self.bounds) - 1:
             self._cuts = []  # do not keep the whole tensors alive
         args, kwargs = tree_unflatten(leaves, self._spec)
         self._hidden_shape = (args[0] if args else kwargs["hidden_states"]).shape
         return args, kwargs
 
-    def put(self, index: int, output: Any) -> Tensor:
-        """Add the output of the `index`-th chunk; returns its hidden states.
+    def put(self, index: int, output: Any) -> None:
+        """Add the output of the `index`-th chunk, which was taken last.
 
         Raises:
             CannotRunByLayer: It contains other tensors besides hidden states.
         """
-        assert self._join is not None, "the output of a call that was cut"
         hidden, *others = output if isinstance(output, tuple) else (output,)
         if any(isinstance(leaf, Tensor) for leaf in tree_flatten(others)[0]):
             raise CannotRunByLayer(f"{self._where} returns more than hidden states")
@@ -285,12 +270,10 @@ class SlicedCall:
                 f"{self._where} returns hidden states of another shape than it gets"
             )
         self._others = tuple(others) if isinstance(output, tuple) else None
-        self._join.put(hidden, *self._bounds[index])
-        return hidden
+        self._join.put(hidden, *self.bounds[index])
 
     def joined(self) -> Any:
         """Return the module's output over all tokens."""
-        assert self._join is not None, "the output of a call that was cut"
         hidden = self._join.close()
         return hidden if self._others is None else (hidden, *self._others)
 
@@ -751,7 +734,8 @@ class _TiledCall:
         def run(x_1MD: Tensor) -> Any:
             index, input_of_tile = next(numbered)
             label = f"{self._part.name}, tile {index}"
-            tile = activations.tile(self._part.module, label, _SavedInGraph(input_of_tile))
+            saved_input = _SavedInGraph(input_of_tile)
+            tile = RecomputedTile(activations, self._part.module, label, saved_input)
             tile.open((x_1MD,), {})
             try:
                 output = self._forward(x_1MD)

@@ -348,6 +348,10 @@ def test_under_autocast_products_are_narrower_than_weights() -> None:
         shape = model_shape(parts)
     assert (shape.dtype_bytes, shape.parameter_bytes) == (2, 4)
     assert shape.kv_bytes_per_token(0) * 2 == model_shape(parts).kv_bytes_per_token(0)
+    doubles = find_parts(build_tiny_model("llama", dtype=torch.float64))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        shape = model_shape(doubles)
+    assert (shape.dtype_bytes, shape.parameter_bytes) == (8, 8), "autocast leaves them alone"
 
 
 @pytest.mark.parametrize("adapters", [False, True])

@@ -519,7 +519,7 @@ def test_attention_runs_forward_once_per_layer_and_chunk(
     [
         (family, recompute)
         for index, family in enumerate(["llama", "mistral", "gemma2", "gpt_oss", "qwen3_moe"])
-        for recompute in turn(["none", "full"], 2, index)
+        for recompute in turn(["none", "full", "selective"], 3, index)
     ],
 )
 def test_bfloat16_is_no_farther_from_float32_than_the_unmodified_model(

@@ -1,49 +1,32 @@
-"""Recomputed layers in every mode: exact, and with no more bytes and matmuls than needed."""
+"""Recomputed layers: what repeats itself, what is computed again and kept, and failures.
+
+That they are exact in every mode, `test_exactness_plans.py` has.
+"""
 
 import copy
-import functools
 import gc
-import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sppo_hf import SPPOConfig, SPPOError
 from sppo_hf.engine import recompute
-from sppo_hf.engine.convert import convert, get_engine
-from sppo_hf.engine.model_parts import find_parts
+from sppo_hf.engine.convert import convert
 from sppo_hf.engine.recompute import RecomputedLayer, SavedTensor
-from sppo_hf.planning.activation_modes import ActivationMode, all_modes, mode_of
-from sppo_hf.testing.exactness import (
-    Gradients,
-    compare,
-    compare_drift,
-    run_batch,
-    run_reference,
-)
+from sppo_hf.planning.activation_modes import ActivationMode, mode_of
+from sppo_hf.testing.exactness import compare, run_batch, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import force_modes
 from tests.engine.measuring import MatmulCounter
-from tests.sweeps import examples, sample, turn
+from tests.sweeps import sample
 
 TOKENS = 23
 LAYERS = 3
-# The families whose layers differ most: norms, fused and biased projections, experts in a loop,
-# sinks, latent attention, keys of another layer, several residual streams.
-SHARING_KEYS = ("gemma4_text-shared-kv", "gemma3n_text")
-FAMILIES = [
-    *("llama", "qwen3", "gemma2", "phi3", "gpt2", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3"),
-    *SHARING_KEYS,
-]
-MODES = [mode for mode in all_modes() if mode.tier != "disk"]
 PRODUCTS = mode_of("matmuls", "device")
 
 
@@ -57,86 +40,6 @@ def _always(mode: ActivationMode) -> Callable[[int, int], ActivationMode]:
     return lambda chunk, layer: mode
 
 
-class Case(NamedTuple):
-    """A model, a batch, and what the unmodified model makes of it."""
-
-    model: nn.Module
-    batch: dict[str, Tensor]
-    reference: Gradients
-
-
-@functools.lru_cache(maxsize=32)
-def _case(family: str, lora: bool, padding: tuple[int, ...]) -> Case:
-    model: nn.Module = build_tiny_model(family)
-    if lora:
-        with warnings.catch_warnings():
-            # PEFT warns of what it decides by itself, for GPT-2's layers and for experts.
-            warnings.simplefilter("ignore", UserWarning)
-            warnings.simplefilter("ignore", RuntimeWarning)
-            model = add_lora(build_tiny_model(family))
-    batch = make_batch(rows=2, tokens=TOKENS, padding=padding)
-    return Case(model, batch, run_reference(model, batch))
-
-
-# -- exactness -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "lora"),
-    [
-        (family, lora)
-        for index, family in enumerate(FAMILIES)
-        for lora in turn([False, True], 2, index)
-    ],
-)
-def test_kept_products_are_exact(monkeypatch: pytest.MonkeyPatch, family: str, lora: bool) -> None:
-    force_modes(monkeypatch, _always(mode_of("matmuls", "host" if lora else "device")))
-    case = _case(family, lora, (0, 5))
-    report = compare(case.model, case.batch, _config(), reference=case.reference)
-    assert report.exact, str(report)
-    assert report.worst.scale > 0
-    assert report.attention_forwards == 3 * len(find_parts(case.model).layers)
-
-
-class Draw(NamedTuple):
-    """One example; printed as it is when it fails."""
-
-    family: str
-    lora: bool
-    chunk_lengths: tuple[int, ...]
-    modes: tuple[tuple[ActivationMode, ...], ...]
-    padding: tuple[int, ...]
-
-
-@st.composite
-def draws(draw: st.DrawFn) -> Draw:
-    cuts = draw(st.sets(st.integers(1, TOKENS - 1), max_size=5))
-    edges = [0, *sorted(cuts), TOKENS]
-    lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
-    family = draw(st.sampled_from(FAMILIES))
-    # Attention of layers that share keys is never planned to run again.
-    modes = [mode for mode in MODES if mode.saved != "hidden" or family not in SHARING_KEYS]
-    row = st.tuples(*[st.sampled_from(modes)] * LAYERS)
-    return Draw(
-        family=family,
-        lora=draw(st.booleans()),
-        chunk_lengths=lengths,
-        modes=tuple(draw(row) for _ in lengths),
-        padding=draw(st.sampled_from([(0, 5), (22, 1)])),
-    )
-
-
-@examples(6, whole=60)
-@given(drawn=draws())
-def test_any_mix_of_modes_is_exact(drawn: Draw) -> None:
-    case = _case(drawn.family, drawn.lora, drawn.padding)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        force_modes(monkeypatch, lambda chunk, layer: drawn.modes[chunk][layer % LAYERS])
-        config = _config(chunk_lengths=drawn.chunk_lengths)
-        report = compare(case.model, case.batch, config, reference=case.reference)
-    assert report.exact, str(report)
-
-
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_multiplied_together_are_exact(
@@ -147,29 +50,6 @@ def test_experts_multiplied_together_are_exact(
     model.set_experts_implementation(implementation)
     report = compare(model, make_batch(tokens=TOKENS), _config())
     assert report.exact, str(report)
-
-
-@pytest.mark.parametrize("saved", ["matmuls", "inputs"])
-def test_dropout_of_adapters_repeats(monkeypatch: pytest.MonkeyPatch, saved: Any) -> None:
-    model = add_lora(build_tiny_model("llama"))
-    for module in model.modules():
-        for name, child in getattr(module, "lora_dropout", {}).items():
-            assert isinstance(child, nn.Identity)
-            module.lora_dropout[name] = nn.Dropout(0.4)  # type: ignore[index]
-    batch = make_batch(tokens=TOKENS)
-
-    def gradients(mode: ActivationMode) -> dict[str, Tensor | None]:
-        with pytest.MonkeyPatch.context() as inner:
-            force_modes(inner, _always(mode))
-            copied = convert(copy.deepcopy(model), _config())
-            torch.manual_seed(11)
-            return dict(run_batch(copied, batch).by_name)
-
-    expected = gradients(mode_of("whole", "device"))
-    ours = gradients(mode_of(saved, "device"))
-    assert expected
-    for name, gradient in expected.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("saved", ["matmuls", "inputs"])
@@ -191,20 +71,6 @@ def test_autocast_is_the_same_the_second_time(monkeypatch: pytest.MonkeyPatch, s
         assert torch.equal(gradient, expected[name]), name
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_bfloat16_with_products_is_no_farther_from_float32(
-    monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    force_modes(monkeypatch, _always(PRODUCTS))
-    report = compare_drift(
-        build_tiny_model(family, dtype=torch.float32),
-        [make_batch(rows=2, tokens=64, seed=seed) for seed in range(2)],
-        _config(chunk_lengths=(16, 17, 31)),
-    )
-    assert report.unmodified_drift > 1e-3
-    assert report.exact, str(report)
-
-
 # -- what is computed, and what is kept ----------------------------------------------------------
 
 
@@ -223,7 +89,7 @@ def _products_in_backward(mode: ActivationMode, family: str, *, lora: bool = Fal
 @pytest.mark.parametrize(
     ("family", "products", "needed"),
     # Without keys and values; a fused projection has the queries in it.
-    [("llama", 6, 4), ("gpt2", 3, 3), ("phi3", 3, 3)],
+    [("llama", 6, 4), ("gpt2", 3, 3)],
 )
 def test_no_kept_product_is_computed_twice(family: str, products: int, needed: int) -> None:
     whole = _products_in_backward(mode_of("whole", "device"), family)
@@ -325,22 +191,6 @@ def test_products_of_a_llama_layer(monkeypatch: pytest.MonkeyPatch, tier: Any) -
     expected = {name: 2 * TOKENS * 4 * size for name, size in per_token.items()}
     expected["inputs"] += TOKENS * 4 * width  # the final norm's
     assert held.by_kind == expected
-
-
-def test_offloaded_products_lie_between_skeleton_and_whole() -> None:
-    sent: dict[str, int] = {}
-    for saved in ("inputs", "matmuls", "whole"):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            force_modes(monkeypatch, _always(mode_of(saved, "host")))  # type: ignore[arg-type]
-            model = convert(build_tiny_model("llama"), _config())
-            loss = model(**make_batch(tokens=TOKENS)).loss
-            engine = get_engine(model)
-            assert engine is not None
-            offload = engine.offload
-            sent[saved] = offload.stats().d2h_bytes
-            loss.backward()
-            offload.assert_drained()
-    assert sent["inputs"] < sent["matmuls"] < sent["whole"]
 
 
 # -- failures ------------------------------------------------------------------------------------
