@@ -6,26 +6,12 @@ import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
-from tests.integrations.launch import ROOT, run_job
+from tests.integrations.launch import ROOT, assert_same_run, run_job, series
 from tests.integrations.training import needs_fsdp2
 
 pytestmark = pytest.mark.process
 
-NEAR = 1e-4
 SETTINGS = {"num_chunks": 3}
-
-
-def _series(result: dict, name: str) -> list[float]:
-    return [entry[name] for entry in result["history"] if name in entry]
-
-
-def _assert_same_run(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
-    for name in names:
-        expected = _series(plain, name)
-        assert expected
-        assert _series(ours, name) == pytest.approx(expected, abs=NEAR, rel=NEAR), name
-    assert ours["weights"].keys() == plain["weights"].keys()
-    assert ours["weights"] == pytest.approx(plain["weights"], rel=1e-3)
 
 
 @pytest.mark.slow
@@ -44,7 +30,7 @@ def test_ddp_by_the_trainer(tmp_path: Path, settings, arguments, lora):
     ours = run_job({**job, "settings": settings, "rows": 2}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
     assert ours["wrapper"] == "DistributedDataParallel"
-    _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
+    assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
     entry = next(entry for entry in ours["history"] if "loss" in entry)
     # Both ranks carry rows of the same length, so together they do twice what one does.
     one = entry["sppo/tokens_per_second_per_device"]
@@ -72,7 +58,7 @@ def test_fsdp2_by_a_raw_loop(tmp_path: Path, settings, tied):
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
     assert ours["wrapper"].startswith("FSDP")
     assert ours["mesh"] == ["dp_shard"]
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
 @needs_fsdp2
@@ -82,9 +68,9 @@ def test_by_layer_fsdp2_gathers_each_layer_once_a_pass(tmp_path: Path, settings)
     settings = {**SETTINGS, **settings, "order": pair.order}
     ours = run_job({"kind": "fsdp2", "settings": settings, "rows": 2}, 2, tmp_path / "two")
     plain = run_job({"kind": "fsdp2", "rows": 2}, 2, tmp_path / "plain")
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    assert_same_run(ours, plain, ("loss", "grad_norm"))
     for seen, without_chunks in zip(
-        _series(ours, "gathered"), _series(plain, "gathered"), strict=True
+        series(ours, "gathered"), series(plain, "gathered"), strict=True
     ):
         assert _of_layers(seen) == _of_layers(without_chunks)
         assert len(_of_layers(seen)) == 2 * len(set(_of_layers(seen))) > 0, "forward and backward"
@@ -125,7 +111,7 @@ def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
     shares = settings.get("sp_size", 1)
     ours = run_job({**job, "settings": settings, "rows": shares}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 2}, 1, tmp_path / "one")
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
 @needs_fsdp2
@@ -145,7 +131,7 @@ def test_images_on_two_ranks(tmp_path: Path, settings, kind):
     shares = settings.get("sp_size", 1)
     ours = run_job({**job, "settings": settings, "rows": 2 * shares}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
 @needs_fsdp2
