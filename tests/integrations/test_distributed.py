@@ -12,18 +12,17 @@ from tests.integrations.training import needs_fsdp2
 pytestmark = pytest.mark.process
 
 SETTINGS = {"num_chunks": 3}
+OFFLOADED = {**SETTINGS, "recompute": "none", "offload": "full", "min_offload_size": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "arguments", "lora"),
     [
-        (SETTINGS, {}, False),
-        ({**SETTINGS, "recompute": "none", "offload": "full", "min_offload_size": 1}, {}, False),
-        (SETTINGS, {"gradient_accumulation_steps": 2}, False),
+        (OFFLOADED, {"gradient_accumulation_steps": 2}, False),
         (SETTINGS, {"ddp_find_unused_parameters": False}, True),
     ],
-    ids=["recompute", "offload", "accumulation", "lora"],
+    ids=["offload, accumulation", "lora"],
 )
 def test_ddp_by_the_trainer(tmp_path: Path, settings, arguments, lora):
     job = {"kind": "ddp", "arguments": arguments, "lora": lora}
@@ -43,17 +42,9 @@ def test_ddp_by_the_trainer(tmp_path: Path, settings, arguments, lora):
 
 @needs_fsdp2
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "tied"),
-    [
-        (SETTINGS, False),
-        ({**SETTINGS, "recompute": "none", "loss_tile_tokens": 3}, False),
-        ({**SETTINGS, "offload": "full", "min_offload_size": 1}, True),
-    ],
-    ids=["recompute", "keep", "offload-tied"],
-)
-def test_fsdp2_by_a_raw_loop(tmp_path: Path, settings, tied):
-    job = {"kind": "fsdp2", "tied": tied}
+def test_fsdp2_by_a_raw_loop(tmp_path: Path):
+    job = {"kind": "fsdp2", "tied": True}
+    settings = {**OFFLOADED, "loss_tile_tokens": 3}
     ours = run_job({**job, "settings": settings, "rows": 2}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
     assert ours["wrapper"].startswith("FSDP")
@@ -157,22 +148,17 @@ def _of_layers(gathered: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_predictions_of_rows_of_other_lengths_on_each_rank(tmp_path: Path):
-    job = {"kind": "predictions", "settings": {**SETTINGS, "loss_tile_tokens": 5}}
-    seen = run_job(job, 2, tmp_path)
-    for name in ("token_wise", "on_one_rank", "whole"):
-        ours, plain = seen[f"{name} ours"], seen[f"{name} plain"]
-        assert [shape for shape, _ in ours] == [shape for shape, _ in plain]
-        assert [total for _, total in ours] == pytest.approx([t for _, t in plain], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_predictions_of_ranks_that_share_sequences(tmp_path: Path):
-    job = {"kind": "predictions", "settings": {**SETTINGS, "loss_tile_tokens": 5}}
-    plain = run_job(job, 1, tmp_path / "one")
-    shared = {**job, "settings": {**job["settings"], "sp_size": 2}}
-    seen = run_job(shared, 2, tmp_path / "two")
-    for name in ("token_wise", "whole"):
-        for ours, theirs in zip(seen[f"{name} ours"], plain[f"{name} plain"], strict=True):
-            assert ours[0] == theirs[0]
-            assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+@pytest.mark.parametrize(
+    ("sp_size", "names"),
+    [(1, ("token_wise", "on_one_rank", "whole")), (2, ("token_wise", "whole"))],
+)
+def test_predictions_of_two_ranks(tmp_path: Path, sp_size, names):
+    """Of rows of other lengths on each; and of the same rows, where they share sequences."""
+    job = {"kind": "predictions"}
+    settings = {**SETTINGS, "loss_tile_tokens": 5, "sp_size": sp_size}
+    ours = run_job({**job, "settings": settings}, 2, tmp_path / "ours")
+    plain = run_job(job, 2 // sp_size, tmp_path / "plain")
+    for name in names:
+        for (shape, total), (expected, expected_total) in zip(ours[name], plain[name], strict=True):
+            assert shape == expected
+            assert total == pytest.approx(expected_total, rel=1e-5)
