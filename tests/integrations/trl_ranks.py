@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.fakes.tokenizer import byte_tokenizer
 from tests.integrations.training import make_model
+from tests.pipeline.fork_server import leave_together
 
 CHAT = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
@@ -238,9 +238,4 @@ def main(job: dict[str, Any]) -> None:
             results.append({"refused": f"{type(error).__name__}: {error}"})
     if int(os.environ.get("RANK", "0")) == 0:
         Path(job["out"]).write_text(json.dumps(results))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # See two_ranks.py: nothing is left to shut down in order.
-    os._exit(0)
+    leave_together()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,6 +47,7 @@ from tests.integrations.training import (
     make_rows,
     with_image,
 )
+from tests.pipeline.fork_server import leave_together
 
 
 def _lora(model: nn.Module) -> nn.Module:
@@ -352,11 +352,4 @@ def main(job: dict[str, Any]) -> None:
     result = train(job, plugin)
     if result["rank"] == 0:
         Path(job["out"]).write_text(json.dumps(result))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    # A thread of gloo's that asks for the interpreter while it shuts down is ended by force, which
-    # C++ answers with "terminate called without an active exception": seen once in hundreds of runs
-    # on a busy machine, with FSDP2, after all was done. Nothing is left to shut down in order.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave_together()

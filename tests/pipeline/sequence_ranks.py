@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -37,6 +36,7 @@ from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.unplanned import unplanned_shapes
 from tests.pipeline import pipeline_ranks
+from tests.pipeline.fork_server import leave_together
 from tests.pipeline.pipeline_cases import Case
 from tests.pipeline.pipeline_ranks import (
     NamedGradients,
@@ -321,8 +321,4 @@ def main(job: dict[str, Any]) -> None:
         result["bytes"] = [kept_bytes(size) for size in (1, job["sp_size"])]
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(result))
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # See two_ranks.py of the integrations: nothing is left to shut down in order.
-    os._exit(0)
+    leave_together()
