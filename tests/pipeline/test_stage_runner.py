@@ -31,7 +31,7 @@ from sppo_hf.schedule.messages import ChunkRun
 from sppo_hf.testing.exactness import Gradients, float64_everywhere, parameter_errors, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import trace_short_scans
-from tests.sweeps import turn
+from tests.sweeps import ALL, turn
 
 TOKENS = 23
 LENGTHS = (1, 15, 7)
@@ -40,6 +40,8 @@ STATES = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
 FAMILIES = ("llama", "llama-bias-tied", "gemma2", "gpt2", "mistral", "qwen3_moe", *STATES)
 MORE_THAN_HIDDEN = ("gemma4_text", "gemma4_text-shared-kv", "gemma3n_text")
 """Families whose stages give on per-layer inputs, or these and keys, or several hidden states."""
+EVERY = [*FAMILIES, *MORE_THAN_HIDDEN] if ALL else ["llama", "mistral", "lfm2", "gemma3n_text"]
+"""Or one of each kind: test_pipeline_exactness.py has the others."""
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +177,7 @@ def backwards(micro_batches: list[int]) -> Iterator[tuple[int, int]]:
     ("family", "split"),
     [
         (family, split)
-        for index, family in enumerate([*FAMILIES, *MORE_THAN_HIDDEN])
+        for index, family in enumerate(EVERY)
         for split in turn([True, False], 2, index)
     ],
 )
