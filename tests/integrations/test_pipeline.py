@@ -331,9 +331,7 @@ def test_norms_are_of_the_model_that_is_trained_not_of_a_reference_beside_it():
 
 
 def test_gathered_metrics_are_taken_once_per_pipeline():
-    mesh = PipelineMesh(
-        *(2, 2, 0, 0, torch.device("cpu")), None, None, None, None, None, None, links={}
-    )
+    mesh = PipelineMesh(2, 2, 0, 0, torch.device("cpu"))
     gathered = torch.tensor([0, 1, 0, 1, 2, 3, 2, 3])
     assert keep_one_per_batch(mesh, gathered).tolist() == [0, 1, 2, 3]
     assert keep_one_per_batch(mesh, {"a": (gathered,)})["a"][0].tolist() == [0, 1, 2, 3]
@@ -341,9 +339,7 @@ def test_gathered_metrics_are_taken_once_per_pipeline():
 
 def test_gathered_objects_are_taken_once_per_pipeline(monkeypatch):
     """Replicas may have different numbers of them."""
-    mesh = PipelineMesh(
-        *(2, 2, 0, 0, torch.device("cpu")), None, None, None, None, None, None, links={}
-    )
+    mesh = PipelineMesh(2, 2, 0, 0, torch.device("cpu"))
     by_rank = [["a", torch.arange(3)], ["a", torch.arange(3)], ["b"], ["b"]]
     monkeypatch.setattr(accelerator, "gather_object", lambda own: by_rank if own == [["a"]] else [])
     first, whole, second = gather_objects(mesh, ["a"])

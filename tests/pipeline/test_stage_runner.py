@@ -24,6 +24,7 @@ from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.pipeline.convert import choose_cut
+from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import PreparedStep
 from sppo_hf.pipeline.stage_runner import StageRunner
@@ -67,22 +68,10 @@ class Stage:
         parts = find_parts(model)
         self.model = model
         self.staged = StagedModel(parts, choose_cut(parts, config, rank))
-        mesh = SimpleNamespace(
-            pp_size=2,
-            pp_rank=rank,
-            dp_size=1,
-            sp_size=1,
-            dp_rank=0,
-            embedding_group=None,
-            replica_group=None,
-            replica_control_group=None,
-            unit_groups={},
-            control_group=None,
-        )
         make = functools.partial(
             PipelineEngine,
             staged=self.staged,
-            mesh=mesh,  # type: ignore[arg-type]
+            mesh=PipelineMesh(2, 1, rank, 0, torch.device("cpu")),
             watchdog=SimpleNamespace(set_activity=lambda what: None),  # type: ignore[arg-type]
         )
         convert(model, config, make_engine=make)
