@@ -1,8 +1,7 @@
-"""SPPOCallback: puts SPPO's numbers into the Trainer's own log stream.
+"""SPPOCallback: takes a Trainer over, and puts SPPO's numbers into its own log stream.
 
-The plugin installs it: the Trainer reads `transformers.trainer.DEFAULT_CALLBACKS` after it has made
-its Accelerator, so a callback that is put there while the Accelerator is made reaches exactly that
-Trainer, provided that it is removed in time (`offer_callback`).
+The first plugin puts it among the callbacks that every Trainer has (`install_callback`); in a
+Trainer whose arguments hold no plugin it does nothing.
 
 [Note: what the numbers mean]
 Tokens are those that the model was given, padding included. Model FLOPs are what one forward and
@@ -21,7 +20,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +37,14 @@ from transformers import (
     TrainingArguments,
 )
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.convert import is_converted
 from sppo_hf.engine.model_parts import disable_gradient_checkpointing, find_causal_lm
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.errors import ConfigError
+from sppo_hf.integrations.checkpoints import TrainerCheckpoints
+from sppo_hf.integrations.evaluation import TrainerEvaluation
+from sppo_hf.integrations.trainer import TrainerStep, find_calling_trainer
 from sppo_hf.integrations.validation import check_shared_batches, check_training_arguments
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline.watchdog import AFTER_TRAINING, collective_section, watchdog
@@ -50,10 +52,8 @@ from sppo_hf.planning.hardware import peak_flops
 from sppo_hf.rules import format_bytes
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import Trainer
 
-    from sppo_hf.integrations.evaluation import TrainerEvaluation
     from sppo_hf.integrations.plugin import SPPOPlugin
 
 TERA = 1e12
@@ -177,49 +177,60 @@ class StepMeter(StepObserver):
 
 
 class SPPOCallback(TrainerCallback):
-    """Checks that a Trainer really trains through SPPO, and logs what that costs.
+    """Has a Trainer train through SPPO, checks that it does, and logs what that costs.
 
     Trackers get the keys `sppo/...` in every training log entry, see [Note: what the numbers mean];
     callbacks that print get a one-line summary, `sppo`. In a pipeline the callback also tells the
     watchdog where this rank is, for the message of the others if it is lost.
-
-    It does nothing in a Trainer whose arguments do not hold the plugin.
-
-    Args:
-        plugin: The plugin that was attached to the Trainer's Accelerator.
     """
 
-    def __init__(self, plugin: SPPOPlugin) -> None:
-        self._plugin = plugin
+    _plugin: SPPOPlugin
+    """The plugin in the Trainer's arguments, which is attached to its Accelerator; like the other
+    two, there once a Trainer that has one was made."""
+    _trainer: Trainer
+    _evaluation: TrainerEvaluation
+
+    def __init__(self) -> None:
         self._meter = StepMeter()
         self._active = False
+        """Whether the Trainer's arguments hold a plugin."""
         self._step_start_seconds: float | None = None
         self._world_tokens: int | None = None
-        # Weak, because DEFAULT_CALLBACKS holds the callback and must not keep a Trainer alive.
-        self._trainer: Callable[[], Trainer | None] = lambda: None
-        self._evaluation: Callable[[], TrainerEvaluation | None] = lambda: None
-
-    def watch(self, trainer: Trainer, evaluation: TrainerEvaluation) -> None:
-        """Remember the Trainer that is being made, weakly."""
-        self._trainer, self._evaluation = weakref.ref(trainer), weakref.ref(evaluation)
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the default callbacks, and check the arguments of the Trainer that took this one.
+        """Check the arguments of a Trainer that has the plugin, and replace its methods.
+
+        Accelerate keeps the first parallelism config of a process, also if that was None, and then
+        calls nothing of ours, so the Trainer would train without SPPO.
 
         Raises:
-            ConfigError: The Trainer would bypass the Accelerator.
+            ConfigError: The Trainer's Accelerator ignores the plugin, or it would bypass that.
         """
-        _withdraw(self)
-        requested: object = getattr(args, "parallelism_config", None)
-        self._active = requested is self._plugin or requested == self._plugin
-        if self._active:
-            check_training_arguments(args)
-            if self._plugin.config.sharing_ranks > 1:
-                check_shared_batches(args, self._plugin.config)
-            self._plugin.progress.bars_wanted = not args.disable_tqdm
-            self._shorten_console()
+        requested: Any = getattr(args, "parallelism_config", None)
+        if not isinstance(getattr(requested, "config", None), SPPOConfig):
+            return  # no plugin
+        used: Any = AcceleratorState._shared_state.get("parallelism_config")
+        if requested != used:
+            raise ConfigError(
+                f"{requested!r} is in the TrainingArguments, but this process made an Accelerator "
+                "without it after them, and Accelerate keeps the first settings, so SPPO would "
+                "not be in use. Allowed: TrainingArguments that are newer than Accelerators "
+                "without the plugin. Remedy: make the TrainingArguments right before their Trainer."
+            )
+        check_training_arguments(args)
+        if used.config.sharing_ranks > 1:
+            check_shared_batches(args, used.config)
+        trainer = find_calling_trainer(used)
+        assert trainer is not None, "a Trainer's constructor calls its callbacks"
+        TrainerCheckpoints(trainer).install()
+        TrainerStep(trainer).install()
+        self._evaluation = TrainerEvaluation(trainer)
+        self._evaluation.install()
+        self._active, self._plugin, self._trainer = True, used, trainer
+        used.progress.bars_wanted = not args.disable_tqdm
+        self._shorten_console()
 
     def on_train_begin(
         self,
@@ -249,9 +260,7 @@ class SPPOCallback(TrainerCallback):
                 "it. Allowed: Trainers that call Accelerator.prepare. Remedy: "
                 "model = plugin.convert(model) before the Trainer is made."
             )
-        evaluation = self._evaluation()
-        if evaluation is not None:
-            evaluation.before_training()
+        self._evaluation.before_training()
         self._shorten_console()
         self._meter.clear()
         self._meter.listening = True
@@ -261,7 +270,8 @@ class SPPOCallback(TrainerCallback):
         """Stop counting."""
         self._report(step=AFTER_TRAINING)
         self._meter.listening = False
-        self._plugin.observer.unsubscribe(self._meter)
+        if self._active:
+            self._plugin.observer.unsubscribe(self._meter)
 
     def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Start the clock of an optimizer step."""
@@ -326,10 +336,7 @@ class SPPOCallback(TrainerCallback):
 
     def _shorten_console(self) -> None:
         """Have callbacks that print logs print a summary; loggers get all of SPPO's numbers."""
-        trainer = self._trainer()
-        if trainer is None:
-            return
-        for callback in trainer.callback_handler.callbacks:
+        for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback | PrinterCallback):
                 # A partial, so that the callback can still be pickled and copied.
                 on_log = functools.partial(_log_summary_only, callback)
@@ -368,66 +375,14 @@ def _log_summary_only(
     return type(callback).on_log(callback, args, state, control, logs=logs, **kwargs)
 
 
-def offer_callback(accelerator: Accelerator, plugin: SPPOPlugin) -> SPPOCallback | None:
-    """Put an `SPPOCallback` where the Trainer that is making this Accelerator, if any, installs it.
+def install_callback() -> None:
+    """Put an `SPPOCallback` into every Trainer that is made from now on, once it can be imported.
 
-    It is removed again when any Trainer has been made, when the Accelerator is gone (its Trainer's
-    constructor failed), or when the next plugin is attached.
+    The Trainer reads `DEFAULT_CALLBACKS` after it has made its Accelerator.
     """
     module = sys.modules.get("transformers.trainer")
-    if module is None:
-        return None
-    for entry in [entry for entry in module.DEFAULT_CALLBACKS if isinstance(entry, SPPOCallback)]:
-        _withdraw(entry)
-    callback = SPPOCallback(plugin)
-    module.DEFAULT_CALLBACKS.append(callback)
-    weakref.finalize(accelerator, _withdraw, callback)
-    return callback
-
-
-def _withdraw(callback: SPPOCallback) -> None:
-    """Remove a callback from the defaults of future Trainers."""
-    defaults = sys.modules["transformers.trainer"].DEFAULT_CALLBACKS
-    defaults[:] = [entry for entry in defaults if entry is not callback]
-
-
-class PluginCheck(TrainerCallback):
-    """Refuses Trainers whose Accelerator ignores the plugin in their arguments.
-
-    Accelerate keeps the first parallelism config of a process, also if that was None, and then
-    calls nothing of ours, so the Trainer would train without SPPO.
-
-    Args:
-        plugin_class: `SPPOPlugin`.
-    """
-
-    def __init__(self, plugin_class: type[SPPOPlugin]) -> None:
-        self._plugin_class = plugin_class
-
-    def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        """Compare the plugin that was asked for with the one in use.
-
-        Raises:
-            ConfigError: They differ.
-        """
-        requested: object = getattr(args, "parallelism_config", None)
-        used: object = AcceleratorState._shared_state.get("parallelism_config")
-        if isinstance(requested, self._plugin_class) and requested != used:
-            raise ConfigError(
-                f"{requested!r} is in the TrainingArguments, but this process made an Accelerator "
-                "without it after them, and Accelerate keeps the first settings, so SPPO would "
-                "not be in use. Allowed: TrainingArguments that are newer than Accelerators "
-                "without the plugin. Remedy: make the TrainingArguments right before their Trainer."
-            )
-
-
-def offer_check(plugin_class: type[SPPOPlugin]) -> None:
-    """Have Trainers that are made from now on checked by a `PluginCheck`."""
-    module = sys.modules.get("transformers.trainer")
-    if module is None:
-        return
-    if not any(isinstance(entry, PluginCheck) for entry in module.DEFAULT_CALLBACKS):
-        module.DEFAULT_CALLBACKS.append(PluginCheck(plugin_class))
+    if module is not None and SPPOCallback not in module.DEFAULT_CALLBACKS:
+        module.DEFAULT_CALLBACKS.append(SPPOCallback)
 
 
 def _peak_flops(device: torch.device) -> float | None:

@@ -25,12 +25,9 @@ from sppo_hf.engine.model_parts import find_causal_lm
 from sppo_hf.engine.step_observer import ObserverHub
 from sppo_hf.errors import ConfigError
 from sppo_hf.integrations.accelerator import attach, convert_once, remove_mixed_precision_wrapper
-from sppo_hf.integrations.callback import offer_callback, offer_check
-from sppo_hf.integrations.checkpoints import TrainerCheckpoints
-from sppo_hf.integrations.evaluation import TrainerEvaluation
+from sppo_hf.integrations.callback import install_callback
 from sppo_hf.integrations.progress import ProgressReporter
 from sppo_hf.integrations.trainer import (
-    TrainerStep,
     find_calling_trainer,
     report_sharing_ranks,
     set_model_placement,
@@ -112,7 +109,7 @@ class SPPOPlugin(ParallelismConfig):
             ) from error
         self._given_sizes = dict(self._sizes)
         self._make_observers()
-        offer_check(SPPOPlugin)
+        install_callback()
         shared_state: Any = AcceleratorState._shared_state
         if shared_state.get("parallelism_config", self) is None:
             shared_state["parallelism_config"] = _NoPluginYet(
@@ -355,20 +352,16 @@ class SPPOPlugin(ParallelismConfig):
         self._set_size("dp_replicate", replicas)
 
     def _attach(self, accelerator: Accelerator) -> None:
-        """Attach to an Accelerator, and to the Trainer that is making it, if one is."""
+        """Attach to an Accelerator, and prepare the Trainer that is making it, if one is.
+
+        All else of the Trainer is changed when it has been made: see `SPPOCallback`.
+        """
         attach(accelerator, self)
-        callback = offer_callback(accelerator, self)
         trainer = find_calling_trainer(self)
-        if trainer is None:
-            return
-        set_model_placement(trainer, self.config)
-        report_sharing_ranks(trainer, self.config)
-        TrainerCheckpoints(trainer).install()
-        TrainerStep(trainer).install()
-        evaluation = TrainerEvaluation(trainer)
-        evaluation.install()
-        if callback is not None:
-            callback.watch(trainer, evaluation)
+        if trainer is not None:
+            install_callback()
+            set_model_placement(trainer, self.config)
+            report_sharing_ranks(trainer, self.config)
 
 
 class _NoPluginYet(ParallelismConfig):

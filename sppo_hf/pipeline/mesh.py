@@ -68,19 +68,19 @@ class PipelineMesh:
     pp_rank: int
     dp_rank: int
     device: torch.device
-    pp_group: Any = field(repr=False)
+    pp_group: Any = field(default=None, repr=False)
     """All ranks of this pipeline."""
-    control_group: Any = field(repr=False)
+    control_group: Any = field(default=None, repr=False)
     """All ranks that share this one's batches."""
-    storage_group: Any = field(repr=False)
+    storage_group: Any = field(default=None, repr=False)
     """All ranks of this pipeline, with a timeout for slow disks."""
-    replica_group: Any = field(repr=False)
+    replica_group: Any = field(default=None, repr=False)
     """The ranks that hold the same stages."""
-    replica_control_group: Any = field(repr=False)
-    embedding_group: Any = field(repr=False)
+    replica_control_group: Any = field(default=None, repr=False)
+    embedding_group: Any = field(default=None, repr=False)
     """First and last rank of this pipeline, which share tied embeddings; None on others. Equal to
     `pp_group` for a pipeline of two."""
-    links: dict[tuple[int, int], Any] = field(repr=False)
+    links: dict[tuple[int, int], Any] = field(default_factory=dict, repr=False)
     """Groups for messages one way, by (source, target): pipeline ranks, of which one is this."""
     sp_size: int = 1
     sp_rank: int = 0

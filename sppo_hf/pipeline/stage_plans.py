@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -511,21 +512,18 @@ class StagePlanCache:
         """Plan a stage; if ranks share units, beside the K/V of other stages that this rank holds.
 
         The bytes of these K/V depend on the tier that the plan chooses for K/V, so planning is
-        repeated until they agree.
+        repeated until it chooses one that they were counted for.
         """
+        counted: set[Tier] = set()
         while True:
             plan = make_plan(request)
-            if choice.schedule != MSP or not request.training:
+            if choice.schedule != MSP or not request.training or plan.kv_tier in counted:
                 return plan
+            counted.add(plan.kv_tier)
             kv_bytes = self._other_stages_kv_bytes(request, plan.kv_tier, micro_batches)
-            # Bytes never shrink, or the tier of K/V might alternate forever.
-            kv_bytes = {
-                tier: max(kv_bytes.get(tier, 0), request.other_stages_kv_bytes.get(tier, 0))
-                for tier in {**request.other_stages_kv_bytes, **kv_bytes}
-            }
-            if kv_bytes == request.other_stages_kv_bytes:
-                return plan
-            request = replace(request, other_stages_kv_bytes=kv_bytes)
+            # The larger number of each tier, as it may come back to one that it chose before.
+            most = Counter(request.other_stages_kv_bytes) | Counter(kv_bytes)
+            request = replace(request, other_stages_kv_bytes=dict(most))
 
     def _other_stages_kv_bytes(
         self, request: PlanRequest, kv_tier: Tier, micro_batches: int

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from sppo_hf import SPPOPlugin
 from sppo_hf.engine.model_parts import suppress_peft_warnings
 from sppo_hf.errors import ConfigError
 from tests.integrations.training import make_arguments, make_model, make_rows
+from tests.pipeline.fork_server import leave_together
 
 STEPS = 7
 
@@ -155,7 +155,4 @@ def main(job: dict[str, Any]) -> None:
         seen = {"trainer": train, "loop": loop}[run.get("kind", "trainer")](run, folder)
         if dist.get_rank() == 0:
             (folder / f"{run['name']}.json").write_text(json.dumps(seen))
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave_together()

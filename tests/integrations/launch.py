@@ -16,9 +16,22 @@ from sppo_hf.planning.json_store import write_atomically
 from tests.deprecations import assert_no_deprecation
 from tests.pipeline.fork_server import ROOT, environment, fork_server, free_port
 
-__all__ = ["ROOT", "environment", "free_port", "make_once", "run_job", "run_ranks"]
+__all__ = [
+    "ROOT",
+    "assert_same_run",
+    "environment",
+    "free_port",
+    "make_once",
+    "run_job",
+    "run_ranks",
+    "series",
+]
 
 TIMEOUT_SECONDS = 100
+NEAR = 1e-4
+"""Tolerance in float32 after a few steps; AdamW makes rounding errors grow until step fifty."""
+EXACT = 1e-9
+"""Tolerance in float64, even after many steps."""
 
 
 def run_ranks(
@@ -60,6 +73,26 @@ def run_job(job: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
     if "settings" not in job:
         write_atomically(known, text)
     return json.loads(text)
+
+
+def series(result: dict[str, Any], name: str) -> list[float]:
+    """Return the numbers of this name in the history of a job of `two_ranks.py`."""
+    return [entry[name] for entry in result["history"] if name in entry]
+
+
+def assert_same_run(ours: dict[str, Any], plain: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Check that a job logged the numbers of one without SPPO, and ended with its weights.
+
+    Of a pipeline these are those of the first stage, which rank 0 holds.
+    """
+    near = EXACT if plain.get("float64") else NEAR
+    for name in names:
+        expected = series(plain, name)
+        assert expected
+        assert series(ours, name) == pytest.approx(expected, abs=near, rel=near), name
+    assert 0 < len(ours["weights"]) <= len(plain["weights"])
+    for name, value in ours["weights"].items():
+        assert value == pytest.approx(plain["weights"][name], rel=10 * near), name
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

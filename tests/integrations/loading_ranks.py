@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.pipeline.convert import convert_over_ranks
 from sppo_hf.testing.exactness import float64_everywhere, run_reference
 from sppo_hf.testing.tiny_models import add_lora, make_batch
+from tests.pipeline.fork_server import leave_together
 
 INTERLEAVED = {"pp_schedule": "interleaved_seq1f1b", "pp_virtual_stages": 2}
 
@@ -122,6 +121,4 @@ def main(job: dict[str, Any]) -> None:
     }
     result = {"seen": seen, "refused": refused(folder), "freed": freed_share()}
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    leave_together()

@@ -6,45 +6,30 @@ import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
-from tests.integrations.launch import ROOT, run_job
+from tests.integrations.launch import ROOT, assert_same_run, run_job, series
 from tests.integrations.training import needs_fsdp2
 
 pytestmark = pytest.mark.process
 
-NEAR = 1e-4
 SETTINGS = {"num_chunks": 3}
-
-
-def _series(result: dict, name: str) -> list[float]:
-    return [entry[name] for entry in result["history"] if name in entry]
-
-
-def _assert_same_run(ours: dict, plain: dict, names: tuple[str, ...]) -> None:
-    for name in names:
-        expected = _series(plain, name)
-        assert expected
-        assert _series(ours, name) == pytest.approx(expected, abs=NEAR, rel=NEAR), name
-    assert ours["weights"].keys() == plain["weights"].keys()
-    assert ours["weights"] == pytest.approx(plain["weights"], rel=1e-3)
+OFFLOADED = {**SETTINGS, "recompute": "none", "offload": "full", "min_offload_size": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "arguments", "lora"),
     [
-        (SETTINGS, {}, False),
-        ({**SETTINGS, "recompute": "none", "offload": "full", "min_offload_size": 1}, {}, False),
-        (SETTINGS, {"gradient_accumulation_steps": 2}, False),
+        (OFFLOADED, {"gradient_accumulation_steps": 2}, False),
         (SETTINGS, {"ddp_find_unused_parameters": False}, True),
     ],
-    ids=["recompute", "offload", "accumulation", "lora"],
+    ids=["offload, accumulation", "lora"],
 )
 def test_ddp_by_the_trainer(tmp_path: Path, settings, arguments, lora):
     job = {"kind": "ddp", "arguments": arguments, "lora": lora}
     ours = run_job({**job, "settings": settings, "rows": 2}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
     assert ours["wrapper"] == "DistributedDataParallel"
-    _assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
+    assert_same_run(ours, plain, ("loss", "grad_norm", "eval_loss"))
     entry = next(entry for entry in ours["history"] if "loss" in entry)
     # Both ranks carry rows of the same length, so together they do twice what one does.
     one = entry["sppo/tokens_per_second_per_device"]
@@ -57,22 +42,14 @@ def test_ddp_by_the_trainer(tmp_path: Path, settings, arguments, lora):
 
 @needs_fsdp2
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "tied"),
-    [
-        (SETTINGS, False),
-        ({**SETTINGS, "recompute": "none", "loss_tile_tokens": 3}, False),
-        ({**SETTINGS, "offload": "full", "min_offload_size": 1}, True),
-    ],
-    ids=["recompute", "keep", "offload-tied"],
-)
-def test_fsdp2_by_a_raw_loop(tmp_path: Path, settings, tied):
-    job = {"kind": "fsdp2", "tied": tied}
+def test_fsdp2_by_a_raw_loop(tmp_path: Path):
+    job = {"kind": "fsdp2", "tied": True}
+    settings = {**OFFLOADED, "loss_tile_tokens": 3}
     ours = run_job({**job, "settings": settings, "rows": 2}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
     assert ours["wrapper"].startswith("FSDP")
     assert ours["mesh"] == ["dp_shard"]
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
 @needs_fsdp2
@@ -82,9 +59,9 @@ def test_by_layer_fsdp2_gathers_each_layer_once_a_pass(tmp_path: Path, settings)
     settings = {**SETTINGS, **settings, "order": pair.order}
     ours = run_job({"kind": "fsdp2", "settings": settings, "rows": 2}, 2, tmp_path / "two")
     plain = run_job({"kind": "fsdp2", "rows": 2}, 2, tmp_path / "plain")
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    assert_same_run(ours, plain, ("loss", "grad_norm"))
     for seen, without_chunks in zip(
-        _series(ours, "gathered"), _series(plain, "gathered"), strict=True
+        series(ours, "gathered"), series(plain, "gathered"), strict=True
     ):
         assert _of_layers(seen) == _of_layers(without_chunks)
         assert len(_of_layers(seen)) == 2 * len(set(_of_layers(seen))) > 0, "forward and backward"
@@ -125,7 +102,7 @@ def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
     shares = settings.get("sp_size", 1)
     ours = run_job({**job, "settings": settings, "rows": shares}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 2}, 1, tmp_path / "one")
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
 @needs_fsdp2
@@ -145,7 +122,7 @@ def test_images_on_two_ranks(tmp_path: Path, settings, kind):
     shares = settings.get("sp_size", 1)
     ours = run_job({**job, "settings": settings, "rows": 2 * shares}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
-    _assert_same_run(ours, plain, ("loss", "grad_norm"))
+    assert_same_run(ours, plain, ("loss", "grad_norm"))
 
 
 @needs_fsdp2
@@ -171,22 +148,17 @@ def _of_layers(gathered: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_predictions_of_rows_of_other_lengths_on_each_rank(tmp_path: Path):
-    job = {"kind": "predictions", "settings": {**SETTINGS, "loss_tile_tokens": 5}}
-    seen = run_job(job, 2, tmp_path)
-    for name in ("token_wise", "on_one_rank", "whole"):
-        ours, plain = seen[f"{name} ours"], seen[f"{name} plain"]
-        assert [shape for shape, _ in ours] == [shape for shape, _ in plain]
-        assert [total for _, total in ours] == pytest.approx([t for _, t in plain], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_predictions_of_ranks_that_share_sequences(tmp_path: Path):
-    job = {"kind": "predictions", "settings": {**SETTINGS, "loss_tile_tokens": 5}}
-    plain = run_job(job, 1, tmp_path / "one")
-    shared = {**job, "settings": {**job["settings"], "sp_size": 2}}
-    seen = run_job(shared, 2, tmp_path / "two")
-    for name in ("token_wise", "whole"):
-        for ours, theirs in zip(seen[f"{name} ours"], plain[f"{name} plain"], strict=True):
-            assert ours[0] == theirs[0]
-            assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+@pytest.mark.parametrize(
+    ("sp_size", "names"),
+    [(1, ("token_wise", "on_one_rank", "whole")), (2, ("token_wise", "whole"))],
+)
+def test_predictions_of_two_ranks(tmp_path: Path, sp_size, names):
+    """Of rows of other lengths on each; and of the same rows, where they share sequences."""
+    job = {"kind": "predictions"}
+    settings = {**SETTINGS, "loss_tile_tokens": 5, "sp_size": sp_size}
+    ours = run_job({**job, "settings": settings}, 2, tmp_path / "ours")
+    plain = run_job(job, 2 // sp_size, tmp_path / "plain")
+    for name in names:
+        for (shape, total), (expected, expected_total) in zip(ours[name], plain[name], strict=True):
+            assert shape == expected
+            assert total == pytest.approx(expected_total, rel=1e-5)

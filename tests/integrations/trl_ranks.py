@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,11 @@ from trl.trainer.utils import add_fused_lm_head
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.model_parts import suppress_peft_warnings
-from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.tiny_models import build_tiny_model
 from tests.fakes.tokenizer import byte_tokenizer
 from tests.integrations.training import make_model
+from tests.pipeline.fork_server import leave_together
 
 CHAT = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
@@ -83,7 +82,7 @@ def _dataset(kind: str) -> Dataset:
 
 
 def train(run: dict[str, Any], folder: str, plugin: SPPOPlugin | None) -> dict[str, Any]:
-    """Train one run; its log, the norms of this rank's weights and what was refused."""
+    """Train one run; its log, and the norms of this rank's weights."""
     kind = run["trainer"]
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
@@ -228,19 +227,11 @@ def main(job: dict[str, Any]) -> None:
     for run in job["runs"]:
         settings = run.get("settings")
         plugin = None if settings is None else SPPOPlugin({"show_plan": False, **settings})
-        try:
-            if run["trainer"] == "calls":
-                assert plugin is not None
-                results.append(call(run, plugin))
-                continue
+        if run["trainer"] == "calls":
+            assert plugin is not None
+            results.append(call(run, plugin))
+        else:
             results.append(train(run, job["folder"], plugin))
-        except SPPOError as error:
-            results.append({"refused": f"{type(error).__name__}: {error}"})
     if int(os.environ.get("RANK", "0")) == 0:
         Path(job["out"]).write_text(json.dumps(results))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # See two_ranks.py: nothing is left to shut down in order.
-    os._exit(0)
+    leave_together()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,6 +47,7 @@ from tests.integrations.training import (
     make_rows,
     with_image,
 )
+from tests.pipeline.fork_server import leave_together
 
 
 def _lora(model: nn.Module) -> nn.Module:
@@ -140,7 +140,8 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         model = build_tiny_model("qwen3_vl", dtype=torch.float32)
         rows = [with_image(model, row, index in job["images"]) for index, row in enumerate(rows)]
     model = _lora(model) if job.get("lora") else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # Of Adam every operation on a sharded tensor would be looked up, which takes a rank longest.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     shares = 1 if plugin is None else plugin.config.sharing_ranks
     # Accelerate's schedules are as long as for one process that reads all rows.
     steps = 4 * accelerator.num_processes // shares
@@ -299,8 +300,8 @@ def _sums(accelerator: Accelerator, model: nn.Module) -> dict[str, float]:
     return sums
 
 
-def predict_with_and_without(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
-    """Predict rows of other lengths on each rank, with the plugin and without it."""
+def predict(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
+    """Predict rows of other lengths on each rank, by functions for logits and without one."""
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         longest = max(len(row["labels"]) for row in rows)
@@ -322,18 +323,17 @@ def predict_with_and_without(job: dict[str, Any], plugin: SPPOPlugin | None) -> 
             enumerate(make_rows(7))]  # fmt: skip
     seen: dict[str, Any] = {"rank": PartialState(cpu=True).process_index}
     for function in (token_wise, on_one_rank, None):
-        for kind, parallelism in (("plain", None), ("ours", plugin)):
-            AcceleratorState._reset_state()
-            trainer = Trainer(
-                make_model(),
-                make_arguments(job["folder"], parallelism_config=parallelism),
-                data_collator=collate,
-                preprocess_logits_for_metrics=function,
-            )
-            found = trainer.predict(rows).predictions
-            found = found if isinstance(found, tuple) else (found,)
-            name = getattr(function, "__name__", "whole")
-            seen[f"{name} {kind}"] = [[list(x.shape), float(abs(x).sum())] for x in found]
+        AcceleratorState._reset_state()
+        trainer = Trainer(
+            make_model(),
+            make_arguments(job["folder"], parallelism_config=plugin),
+            data_collator=collate,
+            preprocess_logits_for_metrics=function,
+        )
+        found = trainer.predict(rows).predictions
+        found = found if isinstance(found, tuple) else (found,)
+        name = getattr(function, "__name__", "whole")
+        seen[name] = [[list(x.shape), float(abs(x).sum())] for x in found]
     return seen
 
 
@@ -347,16 +347,9 @@ def main(job: dict[str, Any]) -> None:
         "raw": train_with_accelerate,
         "refusals": collect_refusals,
         "scaler": overflow_one_stage,
-        "predictions": predict_with_and_without,
+        "predictions": predict,
     }[job["kind"]]
     result = train(job, plugin)
     if result["rank"] == 0:
         Path(job["out"]).write_text(json.dumps(result))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    # A thread of gloo's that asks for the interpreter while it shuts down is ended by force, which
-    # C++ answers with "terminate called without an active exception": seen once in hundreds of runs
-    # on a busy machine, with FSDP2, after all was done. Nothing is left to shut down in order.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave_together()

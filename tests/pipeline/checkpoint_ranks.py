@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from sppo_hf.pipeline.checkpoint_state import (
 )
 from sppo_hf.pipeline.convert import convert_over_ranks
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
+from tests.pipeline.fork_server import leave_together
 
 
 def make_model(task: dict[str, Any]) -> nn.Module:
@@ -138,7 +138,4 @@ def main(job: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     for task in job["tasks"]:
         run(task, Path(job["folder"]))
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave_together()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 import time
 import types
 import warnings
@@ -61,6 +59,7 @@ from sppo_hf.testing.tiny_models import (
 from tests.engine.test_mixer_kernels import Installed, not_here
 from tests.engine.unplanned import unplanned_shapes
 from tests.noise import add_even_noise
+from tests.pipeline.fork_server import leave_together
 from tests.pipeline.pipeline_cases import TOKENS, Case
 
 NamedGradients = dict[str, Tensor | None]
@@ -564,8 +563,4 @@ def main(job: dict[str, Any]) -> None:
     result["seconds"] = time.perf_counter() - began
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(result))
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # See two_ranks.py of the integrations: nothing is left to shut down in order.
-    os._exit(0)
+    leave_together()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -37,6 +36,7 @@ from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.engine.unplanned import unplanned_shapes
 from tests.pipeline import pipeline_ranks
+from tests.pipeline.fork_server import leave_together
 from tests.pipeline.pipeline_cases import Case
 from tests.pipeline.pipeline_ranks import (
     NamedGradients,
@@ -140,9 +140,9 @@ def refusal_message(case: Case, sp_size: int, **settings: Any) -> str:
 def compile_and_compare(sp_size: int, backend: str, recompute: str) -> dict[str, float]:
     """Return errors of float32 gradients against float64, and counts of what was compiled here."""
     compile_with = functools.partial(torch.compile, backend=backend)
-    settings: dict[str, Any] = {"chunk_lengths": (9, 1, 14), "recompute": recompute}
-    exact = build_tiny_model("llama")
-    model = build_tiny_model("llama", dtype=torch.float32)
+    settings: dict[str, Any] = {"chunk_lengths": (23, 1), "recompute": recompute}
+    exact = build_tiny_model("llama", num_hidden_layers=1)
+    model = build_tiny_model("llama", num_hidden_layers=1, dtype=torch.float32)
     model.load_state_dict(exact.state_dict())
     batch = make_batch(rows=2, tokens=24)
 
@@ -321,8 +321,4 @@ def main(job: dict[str, Any]) -> None:
         result["bytes"] = [kept_bytes(size) for size in (1, job["sp_size"])]
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(result))
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # See two_ranks.py of the integrations: nothing is left to shut down in order.
-    os._exit(0)
+    leave_together()

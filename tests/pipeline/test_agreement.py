@@ -9,9 +9,7 @@ from sppo_hf.pipeline import agreement
 from sppo_hf.pipeline.agreement import check_agreement, settings_checksum
 from sppo_hf.pipeline.mesh import PipelineMesh
 
-MESH = PipelineMesh(
-    *(2, 1, 0, 0, torch.device("cpu")), None, None, None, None, None, None, links={}
-)
+MESH = PipelineMesh(2, 1, 0, 0, torch.device("cpu"))
 
 
 def _other_rank_says(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:

@@ -120,25 +120,16 @@ def test_one_process_without_a_launch_is_told_how_to_start() -> None:
         shared_mesh(2, torch.device("cpu"), 600)
 
 
-GROUPS = (
-    *("pp_group", "control_group", "storage_group"),
-    *("replica_group", "replica_control_group", "embedding_group"),
-)
-
-
 def test_ranks_of_a_pipeline_are_neighbours() -> None:
-    groups = dict.fromkeys(GROUPS)
-    cpu = torch.device("cpu")
-    mesh = PipelineMesh(pp_size=3, dp_size=2, pp_rank=1, dp_rank=1, device=cpu, links={}, **groups)
+    mesh = PipelineMesh(pp_size=3, dp_size=2, pp_rank=1, dp_rank=1, device=torch.device("cpu"))
     assert [mesh.world_rank(rank) for rank in range(3)] == [3, 4, 5]
     assert not mesh.is_first
 
 
 def test_ranks_that_share_a_sequence_are_neighbours() -> None:
-    groups = dict.fromkeys(GROUPS)
     place = {"pp_rank": 0, "dp_rank": 1, "sp_rank": 1}
     sizes = {"pp_size": 2, "dp_size": 2, "sp_size": 3}
-    mesh = PipelineMesh(**sizes, **place, device=torch.device("cpu"), links={}, **groups)
+    mesh = PipelineMesh(**sizes, **place, device=torch.device("cpu"))
     assert (mesh.rank, list(mesh.sharing_ranks)) == (7, [6, 7, 8, 9, 10, 11])
     assert [mesh.world_rank(rank) for rank in range(2)] == [7, 10]
 
@@ -157,7 +148,7 @@ def test_messages_may_wait_for_a_step_that_takes_longer_than_the_setting(
     if not hasattr(dist, name):
         where, name = dist.distributed_c10d, "_set_pg_timeout"
     monkeypatch.setattr(where, name, note)
-    groups = dict.fromkeys(GROUPS) | {"pp_group": "p", "control_group": "c", "storage_group": "s"}
+    groups = {"pp_group": "p", "control_group": "c", "storage_group": "s"}
     cpu = torch.device("cpu")
     mesh = PipelineMesh(
         pp_size=2, dp_size=1, pp_rank=0, dp_rank=0, device=cpu, links={(0, 1): "l"}, **groups

@@ -22,6 +22,7 @@ from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadStats
 from sppo_hf.pipeline import pipeline_engine
 from sppo_hf.pipeline.convert import staged_model
+from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import (
     PipelineEngine,
     PreparedStep,
@@ -48,20 +49,10 @@ def make(num_layers: int = 3, *, lora: bool = False, rank: int = 0, **settings: 
     config = SPPOConfig(pp_size=2, show_plan=False, **settings)
     model = build_tiny_model("llama", num_hidden_layers=num_layers)
     model = add_lora(model) if lora else model
-    mesh = SimpleNamespace(
-        pp_size=2,
-        sp_size=1,
-        pp_rank=rank,
-        dp_size=1,
-        dp_rank=0,
-        embedding_group=None,
-        replica_group=None,
-        replica_control_group=None,
-    )
     make_engine = functools.partial(
         PipelineEngine,
         staged=staged_model(find_parts(model), config, rank),
-        mesh=mesh,  # type: ignore[arg-type]
+        mesh=PipelineMesh(2, 1, rank, 0, torch.device("cpu")),
         watchdog=Watched(),  # type: ignore[arg-type]
     )
     return convert(model, config, make_engine=make_engine)

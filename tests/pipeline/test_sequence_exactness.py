@@ -123,9 +123,13 @@ IN_PIPELINES = [
     case_of("changed scale", steps=[{**HELD, "scale": 2.0}, {"scale": 0.5}]),
     case_of("experts, late weights", "mixtral", settings={"num_chunks": 3, **ZB, **TOGETHER}),
     case_of("windows and sinks", "gpt_oss"),
-    case_of("MLA, experts", "deepseek_v3", settings={"num_chunks": 3, **TOGETHER}),
+    # Families differ neither in what stages nor in what the ranks of a sequence do.
+    *([case_of("MLA, experts", "deepseek_v3", settings={"num_chunks": 3})] if ALL else []),
     case_of(
-        "few labels, soft caps", "gemma2", labels=[11, 13], settings={"num_chunks": 3, **TOGETHER}
+        "few labels",
+        "gemma2" if ALL else "llama",
+        labels=[11, 13],
+        settings={"num_chunks": 3, **TOGETHER},
     ),
     case_of(
         "a loss of the routers",
@@ -226,7 +230,7 @@ def test_compiled_norms_and_mlps_are_as_exact_as_float32_allows(
     for ranks in result["compiled"]:
         for rank in ranks:
             assert rank["graphs"] >= 3, "norms, MLPs, and those of one token"
-            assert rank["gradients"] > 20
+            assert rank["gradients"] > 10
             # Rounding differs, as between two orders of the same sums.
             assert 0 < rank["compiled"] < 2 * max(rank["plain"], rank["eager"]) < 1e-5, rank
             assert rank["compiled"] != rank["eager"], "other code ran"
@@ -234,19 +238,16 @@ def test_compiled_norms_and_mlps_are_as_exact_as_float32_allows(
 
 def test_heads_that_three_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
     # Of two heads of keys, three ranks have one, both, and the other.
-    cases = [
-        case_of("six query heads, two of keys", overrides=SIX_HEADS),
-        case_of("recomputed", overrides=SIX_HEADS, settings={"num_chunks": 3, "recompute": "full"}),
-    ]
-    refused = (case_of("four heads"), case_of("recurrent", "qwen3_next"))
+    name, recomputed = "six query heads, two of keys", {"num_chunks": 3, "recompute": "full"}
+    cases = [case_of(name, overrides=SIX_HEADS, settings=recomputed)]
+    if ALL:
+        cases.append(case_of("by default", overrides=SIX_HEADS))
+    refused = (case_of("four heads"),)
     result = launch(cases, tmp_path, sp_size=3, ranks=3, refused=refused)
     assert_attended_once(result, cases)
     for said in result["refusals"]["four heads"]:
         assert "sp_size=3 does not divide the 4 attention heads" in said
         assert "Allowed: 1, 2, 4." in said
-    for said in result["refusals"]["recurrent"]:
-        assert "recurrent or convolutional" in said
-        assert "sp_size=1" in said
 
 
 def test_two_replicas_of_two_ranks_are_exact(tmp_path: Path) -> None:
@@ -276,11 +277,15 @@ def test_all_pipelines_of_stages_that_share_sequences_are_exact(tmp_path: Path) 
 @pytest.mark.timeout(500)
 def test_all_plans_and_models_are_exact_on_two_and_four_ranks(tmp_path: Path) -> None:
     cases = [*BATCHES, *PLANS, *MODELS]
-    rest = merge_cases([case for case in cases if case["name"] not in FAST])
+    rest = [case for case in cases if case["name"] not in FAST]
+    rest = merge_cases(rest if ALL else [case for case in rest if case["name"] != "images, LoRA"])
     two = launch(rest, tmp_path / "two", sp_size=2, ranks=2)
     assert_attended_once(two, rest)
-    # Two heads of keys: each is on two of four ranks. What a rank offloads depends on no other.
-    four = [*BATCHES, *PLANS[::3], *MODELS] if ALL else [*BATCHES[1:8:2], PLANS[3], *MODELS[3::2]]
+    # Two heads of keys: each is on two of four ranks. What a rank offloads depends on no other, and
+    # what is beside attention is as with two.
+    four = [*BATCHES[1:6:2], PLANS[3], *MODELS[3:6:2]]
+    if ALL:
+        four = [*BATCHES, *PLANS[::3], *MODELS]
     four = merge_cases(four)
     assert_attended_once(launch(four, tmp_path / "four", sp_size=4, ranks=4), four)
 

@@ -123,7 +123,6 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     monkeypatch.setattr(stage_plans, "make_on_all_ranks", _alone)
     model = make(num_chunks=2)
     engine: Any = get_engine(model)
-    engine.mesh.unit_groups, engine.mesh.control_group = {}, None
     call = read_call(engine.parts, engine.original_forward, (), make_batch(tokens=20))
 
     def plan() -> BatchPlans:
@@ -172,7 +171,6 @@ def test_the_allocator_is_set_before_a_rank_asks_for_its_memory(
     monkeypatch.setattr(stage_plans, "use_expandable_segments", lambda _: order.append("set"))
     monkeypatch.setattr(stage_plans, "make_on_first_rank", lambda mesh, make: make())
     engine: Any = _engine()
-    engine.mesh.unit_groups = {}
     StagePlanCache(engine)._choose(BATCH)
     assert order == ["set", "facts"]
 
@@ -202,7 +200,6 @@ def test_a_correction_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(stage_plans, "make_on_all_ranks", make_on_all_ranks)
     cache: Any = StagePlanCache(_engine())
-    cache._engine.mesh.control_group = None
     cache._to_learn_from = [SimpleNamespace()]
     with pytest.raises(BudgetError, match="no room"):
         cache.correct()

@@ -24,6 +24,7 @@ from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.errors import BudgetError, SPPOError
 from sppo_hf.pipeline.convert import choose_cut
+from sppo_hf.pipeline.mesh import PipelineMesh
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.pipeline.stage_plans import PreparedStep
 from sppo_hf.pipeline.stage_runner import StageRunner
@@ -31,7 +32,7 @@ from sppo_hf.schedule.messages import ChunkRun
 from sppo_hf.testing.exactness import Gradients, float64_everywhere, parameter_errors, run_reference
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
 from tests.engine.forced_plans import trace_short_scans
-from tests.sweeps import turn
+from tests.sweeps import ALL, turn
 
 TOKENS = 23
 LENGTHS = (1, 15, 7)
@@ -40,6 +41,8 @@ STATES = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
 FAMILIES = ("llama", "llama-bias-tied", "gemma2", "gpt2", "mistral", "qwen3_moe", *STATES)
 MORE_THAN_HIDDEN = ("gemma4_text", "gemma4_text-shared-kv", "gemma3n_text")
 """Families whose stages give on per-layer inputs, or these and keys, or several hidden states."""
+EVERY = [*FAMILIES, *MORE_THAN_HIDDEN] if ALL else ["llama", "mistral", "lfm2", "gemma3n_text"]
+"""Or one of each kind: test_pipeline_exactness.py has the others."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,22 +68,10 @@ class Stage:
         parts = find_parts(model)
         self.model = model
         self.staged = StagedModel(parts, choose_cut(parts, config, rank))
-        mesh = SimpleNamespace(
-            pp_size=2,
-            pp_rank=rank,
-            dp_size=1,
-            sp_size=1,
-            dp_rank=0,
-            embedding_group=None,
-            replica_group=None,
-            replica_control_group=None,
-            unit_groups={},
-            control_group=None,
-        )
         make = functools.partial(
             PipelineEngine,
             staged=self.staged,
-            mesh=mesh,  # type: ignore[arg-type]
+            mesh=PipelineMesh(2, 1, rank, 0, torch.device("cpu")),
             watchdog=SimpleNamespace(set_activity=lambda what: None),  # type: ignore[arg-type]
         )
         convert(model, config, make_engine=make)
@@ -175,7 +166,7 @@ def backwards(micro_batches: list[int]) -> Iterator[tuple[int, int]]:
     ("family", "split"),
     [
         (family, split)
-        for index, family in enumerate([*FAMILIES, *MORE_THAN_HIDDEN])
+        for index, family in enumerate(EVERY)
         for split in turn([True, False], 2, index)
     ],
 )
