@@ -472,6 +472,11 @@ class ByteTables:
         """
         self._longest = longest
 
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """The layers of each kind."""
+        return [np.flatnonzero(self.kind_of == kind).tolist() for kind in range(len(self.kinds))]
+
     def of_layers(self, table: Bytes) -> Bytes:
         """Returns a table [kinds, chunks] as [chunks, layers]."""
         return table[self.kind_of].T

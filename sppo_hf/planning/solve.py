@@ -40,7 +40,7 @@ from sppo_hf.planning.decisions import (
     layer_modes_of,
     modes_used,
 )
-from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, chunk_groups
+from sppo_hf.planning.linear_program import LinearProgram, chunk_groups
 from sppo_hf.planning.lowering import (
     compute_seconds,
     fixed_levels,
@@ -305,10 +305,9 @@ def with_lookahead_bytes(cost: ModelCost, decisions: Decisions, activation_bytes
 
 def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], units: int) -> int:
     """Returns the bytes of `units` units, of the largest unit of any of these `Saved` values."""
-    longest = max(base.chunk_lengths)
-    layers = LayerKinds.of(cost).representative
-    sizes = [cost.activation_bytes(i, longest, kind) for i in layers for kind in set(saved)]
-    return units * max(sizes, default=0)
+    tables = byte_tables(cost.shape, base, cost.profile.kind)
+    indices = [SAVED.index(one) for one in saved]
+    return units * int(tables.saved[:, indices].max(initial=0))
 
 
 _ATTEMPTS = 4
@@ -658,7 +657,7 @@ def _solve_mix(
     None if there is none, or none that takes less than `under_seconds`. See `LinearProgram` for
     the price of a GiB of host memory and the limit of the seconds.
     """
-    members = LayerKinds.of(cost).members
+    members = byte_tables(cost.shape, base, cost.profile.kind).members
     away: set[Saved] = {mode.saved for mode in modes if mode.offload}
     ahead = lookahead_bytes(cost, base, away, _LAYERS_AHEAD)
     if base.by_layer:

@@ -12,7 +12,6 @@ from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.linear_program import (
-    LayerKinds,
     LinearProgram,
     Mix,
     Rows,
@@ -22,7 +21,7 @@ from sppo_hf.planning.linear_program import (
     minimise,
 )
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
-from sppo_hf.planning.memory import Budgets, Cause
+from sppo_hf.planning.memory import Budgets, Cause, byte_tables
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tiers import TIERS
@@ -47,12 +46,6 @@ def optimum(
     return mix
 
 
-def test_kinds_of_layers() -> None:
-    kinds = LayerKinds.of(slow_cost(small_shape(5, window=100)))
-    assert kinds.members == ((0, 2, 4), (1, 3))
-    assert kinds.representative == (4, 3)
-
-
 @pytest.mark.parametrize("window", [None, 100])
 def test_counts_are_all_layers(window: int | None) -> None:
     cost = slow_cost(small_shape(5, window=window))
@@ -62,11 +55,11 @@ def test_counts_are_all_layers(window: int | None) -> None:
     everything = estimate(cost.shape, what).device
     budget = everything.total - everything[Cause.ACTIVATIONS] // 3
     mix = optimum(what, cost, Budgets(device=budget, host=None, disk=None))
-    kinds = LayerKinds.of(cost)
-    assert mix.counts.shape == (4, len(kinds.members), len(all_modes()))
+    kinds = [5] if window is None else [3, 2]
+    assert mix.counts.shape == (4, len(kinds), len(all_modes()))
     assert mix.counts.min() > -1e-9
     sums = mix.counts.sum(axis=2)
-    assert sums == pytest.approx(np.tile([len(m) for m in kinds.members], (4, 1)))
+    assert sums == pytest.approx(np.tile(kinds, (4, 1)))
 
 
 def test_with_room_for_all_nothing_moves_and_nothing_runs_again() -> None:
@@ -209,9 +202,9 @@ def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
                 tokens = sum(lengths[c] for c in chunks if what.mode(layer, c) == mode)
                 fix(layer, group * len(modes) + index, tokens / mean)
             fix(layer, len(groups) * len(modes) + ways.index(kv_mode), 1.0)
-    kinds = LayerKinds.of(cost)
+    kinds = byte_tables(cost.shape, what, cost.profile.kind).members
     for chunk, row in enumerate(() if what.by_layer else what.layer_modes):
-        for kind, members in enumerate(kinds.members):
+        for kind, members in enumerate(kinds):
             for index, mode in enumerate(modes):
                 count = sum(row[layer] == mode for layer in members)
                 fix(chunk, kind * len(modes) + index, count)
