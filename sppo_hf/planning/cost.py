@@ -1,4 +1,4 @@
-"""ModelCost: seconds and bytes of every unit of work, from a model's shape and a machine's profile.
+"""ModelCost: seconds of every unit of work, from a model's shape and a machine's profile.
 
 The one place that turns FLOPs into seconds; solver, simulator and reports read it. One unit is the
 forward or the backward of one decoder layer over one chunk; head and loss of a chunk are another.
@@ -7,7 +7,7 @@ forward or the backward of one decoder layer over one chunk; head and loss of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -87,7 +87,7 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """Seconds and bytes of a model's units on one device."""
+    """Seconds of a model's units on one device."""
 
     shape: ModelShape
     profile: HardwareProfile
@@ -95,11 +95,11 @@ class ModelCost:
     """Dtype of matrix products, such as "bfloat16"."""
 
     batch_rows: int = 1
-    """Rows of a batch; seconds and bytes are those of all of them."""
+    """Rows of a batch; seconds are those of all of them."""
 
     all_to_all_bytes_per_second: float = math.inf
-    """Rate of each sequence-parallel rank (`ModelShape.sp`) in an all-to-all, each way. Seconds and
-    bytes are those of one rank."""
+    """Rate of each sequence-parallel rank (`ModelShape.sp`) in an all-to-all, each way. Seconds are
+    those of one rank."""
 
     tile_tokens: int | None = None
     """Tokens per tile of the loss; None for as many as `loss_tile_tokens` gives the device."""
@@ -301,30 +301,6 @@ class ModelCost:
             seconds += traffic / self.profile.memory_bytes_per_second
             self._memo[key] = seconds * self.correction.forward
         return self._memo[key]
-
-    def activation_bytes(self, layer: int, tokens: int, saved: Saved) -> int:
-        """Bytes that `layer` saves over a chunk of `tokens` tokens."""
-        key = ("A", self._kinds[layer], saved)
-        if key not in self._memo:
-            self._memo[key] = self.shape.per_rank.activation_bytes_per_token(layer, saved)
-        states = self.batch_rows * self.shape.state_bytes(layer)
-        return self._own_rows(tokens) * int(self._memo[key]) + states
-
-    def activation_sizes(self, lengths: Sequence[int], saved: Saved) -> list[list[int]]:
-        """Bytes that each layer saves over each chunk, [chunks][layers]; `lengths` are tokens."""
-        kinds, by_length = {*self._kinds}, dict[int, list[int]]()
-        for tokens in {*lengths}:
-            sizes = {kind: self.activation_bytes(kind, tokens, saved) for kind in kinds}
-            by_length[tokens] = [sizes[kind] for kind in self._kinds]
-        return [by_length[tokens] for tokens in lengths]
-
-    def kv_bytes(self, layer: int, tokens: int) -> int:
-        """Bytes of K and V of `tokens` tokens of `layer`."""
-        return self._own_rows(tokens) * self.shape.per_rank.kv_bytes_per_token(layer)
-
-    def dkv_bytes(self, layer: int, tokens: int) -> int:
-        """Bytes of accumulated dK and dV of `tokens` tokens of `layer`."""
-        return self._own_rows(tokens) * self.shape.per_rank.dkv_bytes_per_token(layer)
 
     def d2h_seconds(self, num_bytes: float, *, both: bool = False) -> float:
         """Seconds of a copy to the host; `both` while another runs the other way."""

@@ -472,6 +472,10 @@ class ByteTables:
         """
         self._longest = longest
 
+    def activations(self, saved: Saved) -> Bytes:
+        """Returns the bytes that each layer saves over each chunk, [chunks, layers]."""
+        return self.of_layers(self.saved[:, SAVED.index(saved)])
+
     @cached_property
     def members(self) -> list[list[int]]:
         """The layers of each kind."""

@@ -210,17 +210,17 @@ def _farthest_modes(
     room = {tier: _free_bytes(cost, base, budgets, tier, away) for tier in away}
     places: dict[Tier, float] = {}
     # The device keeps the bytes that do not fit on other tiers, beginning with the latest unit.
-    sizes: list[Sequence[int]] = [*cost.activation_sizes(base.chunk_lengths, saved)]
+    sizes = byte_tables(cost.shape, base, cost.profile.kind).activations(saved)
     if base.by_layer:
-        sizes = [*zip(*sizes, strict=True)]
-    total = float(sum(map(sum, sizes)))
+        sizes = sizes.T
+    total = float(sizes.sum())
     if "device" in choices.tiers:
         places["device"] = max(0.0, total - sum(room.values()))
     for tier in away:
         places[tier] = room[tier]
     overfull = next(iter(places))
     rows: list[tuple[ActivationMode, ...]] = []
-    for row_sizes in reversed(sizes):
+    for row_sizes in reversed(sizes.tolist()):
         whole, size = _next_tier(places, min(row_sizes)), sum(row_sizes)
         if places[whole] >= size:
             places[whole] -= size
@@ -260,21 +260,19 @@ def _free_bytes(
     budget = budgets.of(tier)
     if budget is None:
         return float("inf")
+    tables = byte_tables(cost.shape, base, cost.profile.kind)
     if tier == "host":
-        budget -= sum(byte_tables(cost.shape, base, cost.profile.kind).host_resident.values())
+        budget -= sum(tables.host_resident.values())
     if tier == "host" and cost.profile.kind == "cuda":
         budget = most_piece_bytes(budget)
     if tier == "host":
         passing = {*tiers_behind_host()} & {*away, base.kv_tier, *base.kv_modes}
         budget -= len(passing) * base.staging_bytes
     if base.by_layer:
-        waiting = (i for i in range(base.num_layers) if base.kv_mode(i) == tier)
-        budget -= sum(cost.kv_bytes(layer, base.total_tokens) for layer in waiting)
+        waiting = [i for i in range(base.num_layers) if base.kv_mode(i) == tier]
+        budget -= int(tables.layer_kv[waiting].sum())
     elif base.kv_tier == tier:
-        shape = cost.shape
-        kv = shape.kv_bytes_per_token() * base.total_tokens
-        kv += shape.dkv_bytes_per_token() * base.bounds[-1][0]
-        budget -= kv * base.batch_rows
+        budget -= int(tables.of_layers(tables.kv + tables.dkv).sum())
     return float(max(0, budget))
 
 

@@ -27,7 +27,15 @@ from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tiers import TIERS
 from tests.planning.modes import OFFLOAD, RECOMPUTE
 from tests.planning.shapes import llama_config, shape_of
-from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
+from tests.planning.situations import (
+    decided,
+    falling_bounds,
+    kv_bytes,
+    runs,
+    saved_bytes,
+    slow_cost,
+    small_shape,
+)
 from tests.sweeps import examples
 
 NO_LIMIT = Budgets(device=None, host=None, disk=None)
@@ -128,7 +136,7 @@ def test_a_mode_fits_by_the_program_from_the_estimates_peak_on(order: Order) -> 
         (shape(2, vocab_size=100_000), rising),
     ):
         cost, layers = slow_cost(model), len(model.layers)
-        ahead = 2 * cost.activation_bytes(0, bounds[-1][1] - bounds[-1][0], "whole")
+        ahead = 2 * saved_bytes(cost, 0, bounds[-1][1] - bounds[-1][0])
         for mode, above in ((KEEP, 1.001), (RECOMPUTE, 1.001), (OFFLOAD, 1.2)):
             what = replace(
                 decided(bounds, mode, layers=layers, tile_tokens=24_576, order=order),
@@ -148,7 +156,7 @@ def test_a_mode_fits_by_the_program_from_the_estimates_peak_on(order: Order) -> 
 def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> None:
     for rate, preferred in ((1e12, OFFLOAD), (1e5, RECOMPUTE)):
         cost = slow_cost(small_shape(), d2h_bytes_per_second=rate, h2d_bytes_per_second=rate)
-        frame = cost.activation_bytes(0, 768, "whole")
+        frame = saved_bytes(cost, 0, 768)
         what = decided(
             falling_bounds(6), max_pending_d2h_bytes=2 * frame, max_prefetch_bytes=2 * frame
         )
@@ -166,7 +174,7 @@ def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> N
 def test_the_optimum_bounds_every_simulation(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
     largest = max(
-        cost.activation_bytes(layer, end - start, "whole")
+        saved_bytes(cost, layer, end - start)
         for start, end in what.bounds
         for layer in range(what.num_layers)
     )
@@ -174,7 +182,7 @@ def test_the_optimum_bounds_every_simulation(run: tuple[ModelCost, Decisions]) -
     leave = what.max_pending_d2h_bytes or 2 * largest
     if what.by_layer:
         # Keys of a layer leave in one.
-        leave += max(cost.kv_bytes(layer, what.total_tokens) for layer in range(what.num_layers))
+        leave += max(kv_bytes(cost, layer, what.total_tokens) for layer in range(what.num_layers))
     what = replace(
         what,
         max_pending_d2h_bytes=leave,
@@ -215,7 +223,7 @@ def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
 
 def test_the_bound_is_near() -> None:
     cost = slow_cost(small_shape(16), d2h_bytes_per_second=2e8, h2d_bytes_per_second=2e8)
-    frame = cost.activation_bytes(0, 800, "whole")
+    frame = saved_bytes(cost, 0, 800)
     what = decided(
         falling_bounds(8),
         uniform_modes(8, 16, OFFLOAD),

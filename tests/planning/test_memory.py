@@ -233,6 +233,13 @@ def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: ActivationM
     assert many.device["weights"] == one.device["weights"]
 
 
+def test_each_row_saves_the_states_of_a_chunk() -> None:
+    layers = tuple(replace(layer, state_bytes=4096) for layer in SHAPE.layers)
+    shapes = SHAPE, replace(SHAPE, layers=layers)
+    plain, recurrent = (byte_tables(s, decided(KEEP, rows=2), "cuda").saved for s in shapes)
+    assert (recurrent - plain == 2 * 4096).all()
+
+
 def test_attentions_backward_on_cuda() -> None:
     """Shared keys have gradients for every query head, of the larger of the two calls."""
     grouped = shape_of(llama_config(), dtype_bytes=2)

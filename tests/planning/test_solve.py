@@ -50,6 +50,7 @@ from tests.planning.situations import (
     costs,
     decided,
     falling_bounds,
+    saved_bytes,
     slow_cost,
     small_shape,
 )
@@ -237,7 +238,7 @@ def test_budgets_are_lowered_by_what_holds_something() -> None:
 
 def test_the_latest_frames_stay_where_no_other_tier_has_room() -> None:
     cost, base = slow_cost(small_shape(4)), decided(((0, 512), (512, 1024), (1024, 1536)))
-    frame = cost.activation_bytes(0, 512, "inputs")
+    frame = saved_bytes(cost, 0, 512, "inputs")
     budgets = Budgets(device=None, host=256 * MIB, disk=6 * frame)
     choices = Choices(tiers=("device", "disk"))
     rows = min_memory(cost, base, budgets, choices).layer_modes
@@ -248,7 +249,7 @@ def test_the_latest_frames_stay_where_no_other_tier_has_room() -> None:
 def test_tiers_are_filled_to_the_last_byte() -> None:
     cost = slow_cost(small_shape(4))
     base = decided(((0, 512), (512, 1024), (1024, 1536)), staging_bytes=MIB)
-    frame = cost.activation_bytes(0, 512, "inputs")
+    frame = saved_bytes(cost, 0, 512, "inputs")
     budgets = Budgets(device=None, host=MIB + 6 * frame, disk=6 * frame)
     cost = replace(cost, profile=replace(cost.profile, kind="cpu"))
     rows = min_memory(cost, base, budgets, Choices(tiers=("host", "disk"))).layer_modes
@@ -289,7 +290,7 @@ def test_more_is_on_its_way_only_where_room_is_left(
 def test_room_that_is_left_is_for_more_on_its_way() -> None:
     cost = slow_cost(small_shape(16))
     bounds = tuple((512 * chunk, 512 * (chunk + 1)) for chunk in range(4))
-    base, frame = decided(bounds, layers=16), cost.activation_bytes(0, 512, "whole")
+    base, frame = decided(bounds, layers=16), saved_bytes(cost, 0, 512)
     what = with_lookahead(cost, base, uniform_modes(4, 16, OFFLOAD), units=2)
     room = round(3 * frame * (1 + FRAGMENTATION["cuda"]))
     found = _fit_lookahead(cost, what, Budgets(device=device_bytes(cost, what) + room))
