@@ -381,28 +381,21 @@ _of_batch = attrgetter(*(field.name for field in fields(Batch)))
 _of_tables = attrgetter("bounds", "kv_tier", "kv_block_tokens", "by_layer")
 
 
-class CacheKey:
-    """Argument of an `lru_cache`d function: what it computes from, compared by a key alone.
+class _Batch:
+    """Key of tables; shapes are compared by identity, which is faster than by fields.
 
-    It holds the objects whose addresses are in the key, so that these are not reused.
+    It holds the shape, so that its address is not reused.
     """
 
-    def __init__(self, *key: object) -> None:
-        self._key = key
+    def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
+        self.shape, self.decisions, self.device_kind = shape, decisions, device_kind
+        self._key = id(shape), device_kind, _of_batch(decisions), _of_tables(decisions)
 
     def __hash__(self) -> int:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CacheKey) and self._key == other._key
-
-
-class _Batch(CacheKey):
-    """Key of tables; shapes are compared by identity, which is faster than by fields."""
-
-    def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
-        super().__init__(id(shape), device_kind, _of_batch(decisions), _of_tables(decisions))
-        self.shape, self.decisions, self.device_kind = shape, decisions, device_kind
+        return isinstance(other, _Batch) and self._key == other._key
 
 
 @lru_cache(maxsize=64)

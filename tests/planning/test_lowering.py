@@ -25,7 +25,7 @@ from sppo_hf.planning.lowering import (
     estimate,
     lower,
 )
-from sppo_hf.planning.memory import Cause, MemoryEstimate
+from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Action
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
@@ -121,26 +121,6 @@ def test_order_of_units_by_layer() -> None:
 def by_layer(*kv_modes: KVMode, mode: ActivationMode = KEEP) -> Decisions:
     """Two layers of two chunks."""
     return decided(TWO_BY_TWO, mode, layers=2, order="by_layer", kv_modes=kv_modes)
-
-
-def test_estimates_are_shared_by_equal_decisions_alone() -> None:
-    cost = slow_cost(small_shape(2))
-    what = by_layer("host", "device", mode=OFFLOAD)
-    assert lower(replace(what), cost).estimate is lower(what, cost).estimate
-    size = frame(cost)
-    for changes in (
-        {"layer_modes": by_layer(mode=RECOMPUTE).layer_modes},
-        {"kv_modes": ("device", "device")},
-        {"max_prefetch_bytes": 3 * size},
-        {"max_pending_d2h_bytes": 3 * size},
-        {"layer_modes": by_layer(mode=DISK).layer_modes, "staging_bytes": 9 * MIB},
-        {"order": "by_chunk", "kv_modes": (), "prefetch_chunks": 1},
-    ):
-        program = lower(replace(what, **changes), cost)
-        assert program.estimate is not lower(what, cost).estimate
-        made = MemoryEstimate(program.points, program.standing, program.levels)
-        for tier in TIERS:
-            assert (program.estimate.total(tier) == made.total(tier)).all(), (changes, tier)
 
 
 def test_weights_on_the_host_by_hand() -> None:
