@@ -68,7 +68,7 @@ from sppo_hf.planning.solve import (
     tiled_layers,
     with_kv,
 )
-from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers, tiers_behind_host
+from sppo_hf.planning.tiers import HOST, TIERS, Tier, offload_tiers
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
@@ -187,10 +187,9 @@ def request_for(
         device=DeviceFacts(
             kind=profile.kind,
             name=profile.name,
-            device_memory_bytes=profile.device_bytes,
-            host_memory_bytes=_host_bytes(profile),
-            behind_host_bytes={
-                name: TIERS[name].profiled_bytes(profile) for name in tiers_behind_host()
+            memory_bytes={
+                **{name: tier.profiled_bytes(profile) for name, tier in TIERS.items()},
+                HOST: _host_bytes(profile),
             },
             profile=profile,
         ),
@@ -318,12 +317,7 @@ def _check_units(request: PlanRequest) -> None:
 def _plan_within_budgets(request: PlanRequest, config: SPPOConfig) -> Plan:
     """Makes the plan under `config`, with the request's budgets as what the machine has."""
     budgets = read_budgets(request.config, request.device)
-    device = replace(
-        request.device,
-        device_memory_bytes=budgets.device,
-        host_memory_bytes=budgets.host,
-        behind_host_bytes={name: budgets.of(name) for name in tiers_behind_host()},
-    )
+    device = replace(request.device, memory_bytes=budgets.by_tier)
     return make_plan(replace(request, config=config, device=device))
 
 

@@ -323,8 +323,7 @@ def test_stages_of_a_tight_host_do_not_share_it_as_if_all_were_at_their_peak(
                 device=DeviceFacts(
                     kind="cuda",
                     name="a GPU",
-                    device_memory_bytes=80 * 2**30,
-                    host_memory_bytes=24 * 2**30,
+                    memory_bytes={"device": 80 * 2**30, "host": 24 * 2**30},
                     profile=load_profile("h100"),
                 ),
                 total_tokens=bounds[-1][1],
@@ -358,8 +357,7 @@ def test_ranks_of_one_stage_have_their_weights_on_the_device() -> None:
     device = DeviceFacts(
         kind="cuda",
         name="a GPU",
-        device_memory_bytes=4 * 2**30,
-        host_memory_bytes=64 * 2**30,
+        memory_bytes={"device": 4 * 2**30, "host": 64 * 2**30},
         profile=load_profile("h100"),
     )
     single = PlanRequest(
