@@ -166,7 +166,7 @@ def test_no_time_at_all() -> None:
     resources = {"a": resource("0F0 0F1"), "b": resource("0D0"), "c": []}
     timeline = simulate(resources, seconds=lambda _: 0.0, after=after({"0D0": "0F1"}))
     assert timeline.end_seconds == 0.0
-    assert timeline.stalls() == []
+    assert timeline.stalls("b") == []
     assert simulate({}, seconds=lambda _: 0.0, after=after({})).end_seconds == 0.0
 
 
