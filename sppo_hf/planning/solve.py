@@ -541,6 +541,8 @@ def reduce_host_memory(
     )
     every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
     kv_modes = tuple(m for m in every if m not in offload_tiers() or m in base.kv_modes)
+    # By layer the last one's K/V stay, wherever those of others must be.
+    kv_modes = kv_modes or base.kv_modes[-1:]
     for share in _SLOWER_SHARES:
         slower = 1.0 + share * (EQUALLY_FAST - 1.0)
         mix = _solve_mix(

@@ -193,6 +193,16 @@ def test_a_plan_that_need_not_be_the_fastest_is_so_where_it_is_fast_enough() -> 
     assert fits(estimate(cost.shape, slow.decisions), budgets)
 
 
+def test_keys_of_an_only_layer_stay_where_all_others_must_leave() -> None:
+    cost, budgets = slow_cost(small_shape(1)), Budgets(device=4 * GIB, host=4 * GIB)
+    choices = Choices(saved=("whole",), kv_tiers=("host",))
+    base = decided(((0, 512), (512, 1024)), OFFLOAD, layers=1, order="by_layer")
+    placed = with_kv(base, "host", cost.shape, budgets, "cuda")
+    light = reduce_host_memory(cost, simulate_plan(placed, cost, policy=""), budgets, choices)
+    assert light.decisions.kv_modes == ("device",)
+    assert light.decisions.layer_modes == decided(base.bounds, layers=1).layer_modes
+
+
 def test_without_host_memory_there_is_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
     cost, base = slow_cost(small_shape(4)), decided(falling_bounds(4), layers=4)
     budgets, choices = Budgets(device=None, host=None), Choices(tiers=NO_DISK)
