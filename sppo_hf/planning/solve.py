@@ -326,9 +326,6 @@ class Solution:
     policy: str
     """The winning candidate: "solver", or a fixed policy by name."""
 
-    bound_seconds: float
-    """The linear program's optimum over fractional counts; 0 without one."""
-
     @property
     def step_seconds(self) -> float:
         """Simulated duration of the step."""
@@ -385,7 +382,7 @@ def _best_candidate(
 
     Candidates that do not fit, or cannot be faster than the best so far, are not simulated.
     """
-    solved, bound = False, 0.0
+    solved = False
     broken: list[list[BudgetViolation]] = []
     for kv_mode in kv_modes_of(cost.shape, base, choices):
         placed = with_kv(base, kv_mode, cost.shape, budgets, cost.profile.kind)
@@ -402,7 +399,6 @@ def _best_candidate(
                 mix = _solve_mix(cost, placed, whole, modes, kv_modes, under_seconds=under)
                 mixed += [("solver", *mix)] if mix is not None else []
         solved = base.by_layer
-        bound = min((seconds for *_, seconds in mixed), default=bound if base.by_layer else 0.0)
         named = [*fixed_policies(cost, placed, choices), ("least memory", least)]
         # The most promising candidates come first; those that cannot win are not simulated.
         mixed.sort(key=lambda candidate: candidate[2])
@@ -412,7 +408,7 @@ def _best_candidate(
                 if seconds >= best.step_seconds:
                     continue
             if fits(lower(decisions, cost).estimate, budgets):
-                solution = simulate_plan(decisions, cost, policy=name, bound_seconds=bound)
+                solution = simulate_plan(decisions, cost, policy=name)
                 if best is None or solution.step_seconds < best.step_seconds:
                     best = solution
     if best is not None:
@@ -533,7 +529,7 @@ def reduce_host_memory(
     if isinstance(tried, Solution) and tried.step_seconds <= most_seconds:
         priced = tried.step_seconds + host_seconds(tried.decisions)
         if priced < best_priced:
-            best, best_priced = replace(tried, bound_seconds=found.bound_seconds), priced
+            best, best_priced = tried, priced
     modes = tuple(
         mode
         for mode in choices.modes
@@ -560,20 +556,15 @@ def reduce_host_memory(
         limit_seconds = min(most_seconds, best_priced - host_seconds(decisions))
         if bound >= limit_seconds:
             break
-        light = simulate_plan(decisions, cost, policy="solver", bound_seconds=found.bound_seconds)
+        light = simulate_plan(decisions, cost, policy="solver")
         if light.step_seconds < limit_seconds:
             return light
     return best
 
 
-def simulate_plan(
-    decisions: Decisions, cost: ModelCost, *, policy: str, bound_seconds: float = 0.0
-) -> Solution:
+def simulate_plan(decisions: Decisions, cost: ModelCost, *, policy: str) -> Solution:
     """Simulates a plan."""
-    timeline = lower(decisions, cost).simulate()
-    return Solution(
-        decisions=decisions, timeline=timeline, policy=policy, bound_seconds=bound_seconds
-    )
+    return Solution(decisions=decisions, timeline=lower(decisions, cost).simulate(), policy=policy)
 
 
 def with_kv(
