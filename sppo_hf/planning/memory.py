@@ -277,8 +277,6 @@ class MemoryEstimate:
         self.points = points
         self._standing = standing
         self._levels = levels
-        self._peaks: dict[Tier, int] = {}
-        self._peak_bytes: dict[tuple[Tier, ...], int] = {}
 
     def total(self, tier: Tier) -> Bytes:
         """Returns a tier's bytes at every point: [points]."""
@@ -289,10 +287,7 @@ class MemoryEstimate:
 
     def peak_bytes(self, *tiers: Tier) -> int:
         """Returns the peak of the sum of some tiers' bytes."""
-        if tiers not in self._peak_bytes:
-            total = np.sum([self.total(tier) for tier in tiers], axis=0)
-            self._peak_bytes[tiers] = int(total.max())
-        return self._peak_bytes[tiers]
+        return int(np.sum([self.total(tier) for tier in tiers], axis=0).max())
 
     def most_bytes(self, cause: Cause) -> int:
         """Returns the peak of a cause's level on the device."""
@@ -305,9 +300,7 @@ class MemoryEstimate:
 
     def peak(self, tier: Tier) -> int:
         """Returns the first point at which a tier holds most bytes."""
-        if tier not in self._peaks:
-            self._peaks[tier] = int(self.total(tier).argmax())
-        return self._peaks[tier]
+        return int(self.total(tier).argmax())
 
     def at(self, point: int, tier: Tier) -> MemoryBreakdown:
         """Returns a tier's bytes at a point; causes without bytes are left out."""

@@ -155,16 +155,6 @@ class Schedule:
         ranks = tuple(tuple(a for a in rank if wanted(a)) for rank in self.ranks)
         return Schedule(ranks, self.num_chunks)
 
-    def with_added(self, ranks: tuple[tuple[Action, ...], ...]) -> Schedule:
-        """Returns a schedule with these actions, whose compute must equal this schedule's.
-
-        Cached properties that depend on compute alone are copied.
-        """
-        made = Schedule(ranks, self.num_chunks)
-        known = ("num_units", "stage_ranks", "shared_units")
-        made.__dict__.update({name: self.__dict__[name] for name in known if name in self.__dict__})
-        return made
-
     def texts(self) -> list[list[str]]:
         """Returns each rank's actions as text."""
         return [[str(action) for action in rank] for rank in self.ranks]

@@ -61,7 +61,7 @@ class Timeline:
 
     Lists have one entry per action, resource by resource. (A list of objects would be slow: a plan
     has tens of thousands of actions, and a solver simulates hundreds of plans.) Everything else is
-    computed on request, and each tier's curve is cached.
+    computed on request.
 
     [Note: bytes at one instant] All changes at the same instant are summed before a curve shows
     them, as if bytes were freed first. An action that begins exactly when another ends usually does
@@ -98,10 +98,6 @@ class Timeline:
     def end_seconds(self) -> float:
         """End of the last action, in seconds."""
         return max(self.ends, default=0.0)
-
-    @cached_property
-    def _curves(self) -> dict[str, list[tuple[float, int]]]:
-        return {}
 
     @property
     def resources(self) -> tuple[str, ...]:
@@ -164,9 +160,7 @@ class Timeline:
 
         See [Note: bytes at one instant].
         """
-        if tier not in self._curves:
-            self._curves[tier] = _curve(self.events.get(tier, ()))
-        return self._curves[tier]
+        return _curve(self.events.get(tier, ()))
 
     def curves_by_cause(self, tier: str) -> dict[str, list[tuple[float, int]]]:
         """Returns one curve for each cause of a tier's bytes; they add up to `curve(tier)`."""
