@@ -110,11 +110,6 @@ class ModelCost:
     _memo: dict[tuple[object, ...], Any] = field(
         default_factory=dict[tuple[object, ...], Any], init=False, repr=False, compare=False
     )
-    _kinds: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Number the kinds of layers: those of one kind cost the same."""
-        object.__setattr__(self, "_kinds", self.shape.layer_kinds)
 
     @property
     def sp(self) -> int:
@@ -163,7 +158,7 @@ class ModelCost:
         """Returns the seconds of every unit of a batch, by kind of layer."""
         key = ("units", bounds, layer_tile_tokens)
         if key not in self._memo:
-            kinds = sorted(set(self._kinds))
+            kinds = sorted(set(self.shape.layer_kinds))
             lengths = [end - start for start, end in bounds]
             tile = layer_tile_tokens
 
@@ -187,7 +182,7 @@ class ModelCost:
     def forward_seconds(self, layer: int, start: int, end: int, tile: int = 0) -> float:
         """Seconds of forward of `layer` over tokens [start, end), which see all before."""
         shape = self.shape.layers[layer]
-        key = ("F", self._kinds[layer], start, end, tile)
+        key = ("F", self.shape.layer_kinds[layer], start, end, tile)
         if key not in self._memo:
             tokens = end - start
             linear = self._linear_seconds(self.shape.linear_flops_per_token(layer), tokens, tile)
@@ -204,7 +199,7 @@ class ModelCost:
     def backward_seconds(self, layer: int, start: int, end: int, tile: int = 0) -> float:
         """Seconds of backward of `layer` over tokens [start, end), without recomputation."""
         shape = self.shape.layers[layer]
-        key = ("B", self._kinds[layer], start, end, tile)
+        key = ("B", self.shape.layer_kinds[layer], start, end, tile)
         if key not in self._memo:
             tokens = end - start
             flops = self.shape.backward_linear_flops_per_token(layer)
@@ -224,7 +219,7 @@ class ModelCost:
 
     def weight_seconds(self, layer: int, tokens: int) -> float:
         """The part of `backward_seconds` that computes gradients of weights; attention has none."""
-        key = ("W", self._kinds[layer], tokens)
+        key = ("W", self.shape.layer_kinds[layer], tokens)
         if key not in self._memo:
             flops = self.shape.backward_linear_flops_per_token(layer)
             flops -= self.shape.layers[layer].input_gradient_flops
@@ -245,7 +240,7 @@ class ModelCost:
             rate = self._rate(self.profile.attention_forward_flops, tokens)
             attention_seconds = flops / rate * self.correction.backward
             return self.recompute_seconds(layer, tokens, "inputs", tile) + attention_seconds
-        key = ("R", self._kinds[layer], tokens, saved, tile)
+        key = ("R", self.shape.layer_kinds[layer], tokens, saved, tile)
         if key not in self._memo:
             flops = self.shape.recompute_flops_per_token(layer, saved)
             launches = self._launches(tokens, tile)
@@ -272,7 +267,7 @@ class ModelCost:
 
         That is norm, projections (those of queries too) and rotary embedding.
         """
-        key = ("K", self._kinds[layer], tokens)
+        key = ("K", self.shape.layer_kinds[layer], tokens)
         if key not in self._memo:
             shape = self.shape.layers[layer]
             elements = shape.kv_elements and shape.kv_elements + shape.q_elements
