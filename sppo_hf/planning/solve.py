@@ -344,7 +344,7 @@ def solve(
     """Finds the fastest plan that fits.
 
     Args:
-        cost: seconds and bytes of every unit.
+        cost: seconds of every unit.
         base: rows, bounds, order and tile; its modes and look-ahead are replaced.
         budgets: bytes per tier.
         choices: what may be used.
