@@ -101,7 +101,9 @@ class DependencyGraph:
             sent = messages(schedule)
         for message in sent.values() if shared and sent else ():
             self._messages[message.send] = self._messages[message.receive] = message
-        self._num_chunks = schedule.num_chunks
+        first = frozenset(schedule.first_units)
+        self._first = [unit in first for unit in range(self._num_units + 1)]
+        """Whether each unit is the first chunk of a micro-batch, [units + 1]."""
         self._places: dict[str, list[int]] = {}
         """For each action of each resource, the index on another resource of the same rank of an
         action that must end before it: for compute, of a copy to the host; for all else, of the
@@ -288,14 +290,14 @@ class DependencyGraph:
             if stage:
                 received = at["RECV_F"][here] if "RECV_F" in at else _NOWHERE
                 needed.append(at["F"][here - num_units] if received < 0 else received)
-            if unit % self._num_chunks:
+            if not self._first[unit]:
                 needed.append(at["F"][here - 1])
         elif kind == "B" or kind == "I":
             needed.append(self._of("F")[here])
             if stage + 1 < len(self._stage_ranks):
                 received = at["RECV_B"][here] if "RECV_B" in at else _NOWHERE
                 needed.append(self._at_backward[here + num_units] if received < 0 else received)
-            if (unit + 1) % self._num_chunks and unit + 1 < num_units:
+            if not self._first[unit + 1] and unit + 1 < num_units:
                 needed.append(self._at_backward[here + 1])
             if "D" in at and at["D"][here] >= 0:
                 needed.append(self._of("H")[here])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from sppo_hf.errors import ScheduleError
@@ -33,31 +33,45 @@ class Size(NamedTuple):
     num_virtual: int = 1
     """V: stages of each rank; stage s is on rank `s % num_ranks`."""
 
-    @property
-    def num_units(self) -> int:
-        """Number of units of each stage: chunks of all micro-batches."""
-        return self.num_micro_batches * self.num_chunks
+    chunks: tuple[int, ...] = ()
+    """Number of chunks of each micro-batch if these numbers differ, else empty. `num_chunks` is the
+    largest of them."""
+
+    @classmethod
+    def uneven(cls, num_ranks: int, chunks: Sequence[int]) -> Size:
+        """Returns the size of a step whose i-th micro-batch has `chunks[i]` chunks."""
+        most = max(chunks, default=0)
+        uneven = tuple(chunks) if len(set(chunks)) > 1 else ()
+        return cls(num_ranks, len(chunks), most, chunks=uneven)
 
     @property
-    def micro_batches(self) -> list[range]:
-        """Units of each micro-batch."""
-        firsts = range(0, self.num_units, self.num_chunks)
-        return [range(first, first + self.num_chunks) for first in firsts]
+    def num_units(self) -> int:
+        """Number of units of each stage: chunks summed over all micro-batches."""
+        return sum(self.chunks) if self.chunks else self.num_micro_batches * self.num_chunks
+
+    @property
+    def unit_bounds(self) -> list[tuple[int, int]]:
+        """Half-open range (first unit, last unit + 1) of each micro-batch."""
+        counts = self.chunks or (self.num_chunks,) * self.num_micro_batches
+        return list(pairwise(accumulate(counts, initial=0)))
 
 
 Generator = Callable[[Size], Schedule]
 
 
-def register_schedule(name: str, *, interleaved: bool = False) -> Callable[[Generator], Generator]:
+def register_schedule(
+    name: str, *, interleaved: bool = False, even: bool = False
+) -> Callable[[Generator], Generator]:
     """Decorator that registers a generator under a name.
 
     Args:
         name: value of the setting `pp_schedule`.
         interleaved: whether it may put several stages on a rank.
+        even: whether it requires the same number of chunks in every micro-batch.
     """
 
     def register(made: Generator) -> Generator:
-        SCHEDULES.add(name, made, interleaved=interleaved)
+        SCHEDULES.add(name, made, interleaved=interleaved, even=even)
         return made
 
     return register
@@ -72,11 +86,11 @@ def gpipe(size: Size) -> Schedule:
             (*_of_stage("F", rank, units), *_of_stage("B", rank, reverse))
             for rank in range(size.num_ranks)
         ),
-        size.num_chunks,
+        size.chunks or size.num_chunks,
     )
 
 
-@register_schedule("1f1b")
+@register_schedule("1f1b", even=True)
 def one_forward_one_backward(size: Size) -> Schedule:
     """1F1B by whole micro-batches (PipeDream-Flush, arXiv 2006.09503).
 
@@ -90,7 +104,7 @@ def one_forward_one_backward(size: Size) -> Schedule:
         forwards, backwards = _of_stage("F", rank, units), _of_stage("B", rank, reverse)
         warm_up = _warm_up_by_row(size, rank)
         ranks.append(_alternate(forwards, backwards, warm_up, run=size.num_chunks))
-    return Schedule(tuple(ranks), size.num_chunks)
+    return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
 @register_schedule("seq1f1b")
@@ -108,7 +122,7 @@ def seq1f1b(size: Size) -> Schedule:
             )
             for rank in range(size.num_ranks)
         ),
-        size.num_chunks,
+        size.chunks or size.num_chunks,
     )
 
 
@@ -132,10 +146,10 @@ def zb_seq1f1b(size: Size) -> Schedule:
                 order += late[max(inputs - rank, 0) : max(inputs - rank + 1, 0)]
                 inputs += 1
         ranks.append((*order, *late[max(inputs - rank, 0) :]))
-    return Schedule(tuple(ranks), size.num_chunks)
+    return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
-@register_schedule("interleaved_seq1f1b", interleaved=True)
+@register_schedule("interleaved_seq1f1b", interleaved=True, even=True)
 def interleaved_seq1f1b(size: Size) -> Schedule:
     """Seq1F1B over several stages per rank (arXiv 2406.03488, after Megatron's, 2104.04473).
 
@@ -156,7 +170,7 @@ def interleaved_seq1f1b(size: Size) -> Schedule:
             forwards += (action for s in stages for action in _of_stage("F", s, units))
             backwards += (action for s in reversed(stages) for action in _of_stage("B", s, reverse))
         ranks.append(_alternate(forwards, backwards, _warm_up_by_group(size, rank)))
-    return Schedule(tuple(ranks), size.num_chunks)
+    return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
 def msp(size: Size) -> Schedule:
@@ -178,20 +192,20 @@ def msp(size: Size) -> Schedule:
     step). So the activations of only one micro-batch are alive, however many there are.
 
     Raises:
-        ScheduleError: there are fewer chunks than ranks.
+        ScheduleError: a micro-batch has fewer chunks than there are ranks.
     """
-    num_ranks = size.num_ranks
-    if size.num_chunks < num_ranks:
+    num_ranks, bounds = size.num_ranks, size.unit_bounds
+    shortest = min(stop - first for first, stop in bounds)
+    if shortest < num_ranks:
         raise ScheduleError(
-            f"Schedule 'msp' was asked for with {size.num_chunks} chunks on {num_ranks} ranks. "
-            "Allowed: as many chunks as ranks or more, for the first and last of each stage are "
-            "shared. Remedy: more chunks, or 'seq1f1b'."
+            f"Schedule 'msp' was asked for with {shortest} chunks on {num_ranks} ranks. Allowed: "
+            "as many chunks as ranks or more, for the first and last of each stage are shared. "
+            "Remedy: more chunks, or 'seq1f1b'."
         )
     ranks: list[tuple[Action, ...]] = []
     for rank in range(num_ranks):
         order: list[Action] = []
-        for units in size.micro_batches:
-            first, stop = units.start, units.stop
+        for first, stop in bounds:
             forwards: list[tuple[int, int, int | None]] = []
             for stage in range(rank + 1):
                 left = range(first, first + num_ranks - 1 - stage)
@@ -205,7 +219,7 @@ def msp(size: Size) -> Schedule:
                 Action("B", stage, unit, None, part) for stage, unit, part in reversed(forwards)
             )
         ranks.append(tuple(order))
-    return Schedule(tuple(ranks), size.num_chunks)
+    return Schedule(tuple(ranks), size.chunks or size.num_chunks)
 
 
 GENERATORS: dict[str, Generator] = SCHEDULES
@@ -223,20 +237,31 @@ ALL_SCHEDULES: dict[str, Generator] = {**GENERATORS, **SHARED_UNIT_SCHEDULES}
 INTERLEAVED = frozenset(SCHEDULES.names_with("interleaved"))
 """Names of the schedules that may put several stages on a rank."""
 
+EVEN = frozenset(SCHEDULES.names_with("even"))
+"""Names of the schedules that require the same number of chunks in every micro-batch."""
+
 
 def generate(name: str, size: Size) -> Schedule:
     """Returns the schedule of that name and size.
 
     Raises:
         ScheduleError: there is no such schedule; a number is below one; or the schedule does not
-            support several stages per rank.
+            support several stages per rank, or micro-batches with different numbers of chunks.
     """
     if name not in SCHEDULES and name not in SHARED_UNIT_SCHEDULES:
         raise ScheduleError(
             f"There is no schedule {name!r}. Allowed: {', '.join(ALL_SCHEDULES)}. Remedy: name one "
             "of these."
         )
-    for what, number in zip(("ranks", "micro-batches", "chunks", "virtual"), size, strict=True):
+    if size.chunks and name in EVEN:
+        raise ScheduleError(
+            f"Schedule {name!r} takes turns by whole micro-batches, and was asked for with "
+            f"micro-batches of {min(size.chunks)} to {size.num_chunks} chunks. Allowed: as many "
+            "chunks in each. Remedy: 'seq1f1b', which takes turns by chunks."
+        )
+    shortest = min(size.chunks, default=size.num_chunks)
+    numbers = (size.num_ranks, size.num_micro_batches, shortest, size.num_virtual)
+    for what, number in zip(("ranks", "micro-batches", "chunks", "virtual"), numbers, strict=True):
         if number < 1:
             raise ScheduleError(
                 f"Schedule {name!r} was asked for with {what} = {number}. Allowed: 1 or more. "
@@ -258,7 +283,7 @@ def forwards_before_backward(name: str, size: Size) -> tuple[int, ...]:
     Raises:
         ScheduleError: `generate` is called and raises it.
     """
-    if name not in _ALTERNATING:
+    if name not in _ALTERNATING or size.chunks:
         return generate(name, size).forwards_before_backward
     warm_up = _ALTERNATING[name]
     run = size.num_chunks if warm_up is _warm_up_by_row else 1
@@ -295,9 +320,8 @@ def _orders(size: Size, micro_batches: range | None = None) -> tuple[list[int], 
 
     `micro_batches` limits both to some micro-batches; None for all.
     """
-    picked = size.micro_batches
-    if micro_batches is not None:
-        picked = picked[micro_batches.start : micro_batches.stop]
+    units = [range(*ends) for ends in size.unit_bounds]
+    picked = units if micro_batches is None else units[micro_batches.start : micro_batches.stop]
     return (
         [unit for chunks in picked for unit in chunks],
         [unit for chunks in picked for unit in reversed(chunks)],

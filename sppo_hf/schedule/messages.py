@@ -127,10 +127,9 @@ def _pieces_from(
 def _of_keys(schedule: Schedule, back: dict[tuple[int, int], Kind]) -> Iterator[Message]:
     """Yields messages of K/V where a stage's units change ranks, and of dK/dV sums in backward."""
     for stage in sorted({stage for stage, _ in schedule.shared_units}):
-        for first in range(0, schedule.num_units, schedule.num_chunks):
-            units = range(first, first + schedule.num_chunks)
-            pieces = [0] * len(units)
-            for before, after in pairwise(_unit_runs(schedule, stage, units)):
+        for first, stop in pairwise(schedule.first_units):
+            pieces = [0] * (stop - first)
+            for before, after in pairwise(_unit_runs(schedule, stage, range(first, stop))):
                 for unit in range(first, after.start):
                     # K/V of earlier runs came to this one's ranks with its first unit.
                     ends = max(unit, before.start), after.start

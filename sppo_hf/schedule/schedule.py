@@ -11,11 +11,12 @@ A step is an index in a rank's list, not a time: `timeline.over_time` shows when
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action, Kind
@@ -27,16 +28,27 @@ class Schedule:
     """The actions of every rank, in order.
 
     Units are numbered through: the chunks of the first micro-batch, then those of the second, and
-    so on, so a unit is `micro-batch * num_chunks + chunk`. A stage belongs to one rank; a rank may
-    hold several stages ("virtual" stages). Some units of a stage may be shared by several ranks:
-    then each of them computes its share of the tokens, all at the same time, and has its own action
-    with its own `part`.
+    so on. If all micro-batches have the same number of chunks, a unit is
+    `micro-batch * num_chunks + chunk`. A stage belongs to one rank; a rank may hold several stages
+    ("virtual" stages). Some units of a stage may be shared by several ranks: then each of them
+    computes its share of the tokens, all at the same time, and has its own action with its own
+    `part`.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
 
-    num_chunks: int = 1
-    """Chunks of every micro-batch."""
+    chunks: int | tuple[int, ...] = 1
+    """Number of chunks of every micro-batch; one number for each micro-batch if they differ."""
+
+    def __post_init__(self) -> None:
+        """Write equal numbers of chunks as one number, so that equal schedules compare equal."""
+        if isinstance(self.chunks, tuple) and len(set(self.chunks)) == 1:
+            object.__setattr__(self, "chunks", self.chunks[0])
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a micro-batch; the maximum if they differ."""
+        return self.chunks if isinstance(self.chunks, int) else max(self.chunks, default=1)
 
     @property
     def num_ranks(self) -> int:
@@ -56,7 +68,17 @@ class Schedule:
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches; the last one counts even if some of its chunks are missing."""
-        return -(-self.num_units // self.num_chunks)
+        return len(self.first_units) - 1
+
+    @cached_property
+    def first_units(self) -> tuple[int, ...]:
+        """First unit of each micro-batch, followed by the end of the last one.
+
+        If all have the same number of chunks, the number of micro-batches follows from the units.
+        """
+        if isinstance(self.chunks, tuple):
+            return tuple(accumulate(self.chunks, initial=0))
+        return tuple(range(0, self.num_units + self.chunks, self.chunks))
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -144,23 +166,25 @@ class Schedule:
 
     def chunk(self, action: Action) -> int:
         """Returns the chunk of an action's unit."""
-        return action.unit % self.num_chunks
+        return action.unit - self.first_units[self.micro_batch(action)]
 
     def micro_batch(self, action: Action) -> int:
         """Returns the micro-batch of an action's unit."""
-        return action.unit // self.num_chunks
+        if isinstance(self.chunks, int):
+            return action.unit // self.chunks
+        return bisect_right(self.first_units, action.unit) - 1
 
     def keep(self, wanted: Callable[[Action], bool]) -> Schedule:
         """Returns the schedule with only those actions for which `wanted` is true."""
         ranks = tuple(tuple(a for a in rank if wanted(a)) for rank in self.ranks)
-        return Schedule(ranks, self.num_chunks)
+        return Schedule(ranks, self.chunks)
 
     def texts(self) -> list[list[str]]:
         """Returns each rank's actions as text."""
         return [[str(action) for action in rank] for rank in self.ranks]
 
     def __str__(self) -> str:
-        return format_grid(self.texts(), self.num_chunks)
+        return format_grid(self.texts(), self.chunks)
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -179,14 +203,15 @@ _SHOWN_STEPS = 6
 _HEAD_LINES = 2
 
 
-def format_grid(ranks: Sequence[Sequence[str]], num_chunks: int) -> str:
+def format_grid(ranks: Sequence[Sequence[str]], chunks: int | tuple[int, ...]) -> str:
     """Returns the text form of a schedule's actions; `parse_grid` is its exact inverse."""
     steps = range(max(map(len, ranks), default=0))
-    return f"chunks {num_chunks}\n{_table(ranks, steps)}"
+    chunks = chunks if isinstance(chunks, tuple) else (chunks,)
+    return " ".join(("chunks", *map(str, chunks))) + "\n" + _table(ranks, steps)
 
 
-def parse_grid(text: str) -> tuple[tuple[tuple[Action, ...], ...], int]:
-    """Reads the text form; returns each rank's actions, and the chunks of a micro-batch.
+def parse_grid(text: str) -> tuple[tuple[tuple[Action, ...], ...], int | tuple[int, ...]]:
+    """Reads the text form; returns each rank's actions, and the chunks of each micro-batch.
 
     Columns are separated by spaces, so every cell must be filled, with "." where a rank has no
     action. A "." between actions is allowed and ignored.
@@ -196,11 +221,11 @@ def parse_grid(text: str) -> tuple[tuple[tuple[Action, ...], ...], int]:
     """
     lines = text.splitlines()
     head = lines[0].split() if lines else []
-    num_chunks = int(head[1]) if len(head) == 2 and head[1].isdecimal() else 0
-    if head[:1] != ["chunks"] or num_chunks < 1:
+    counts = [int(word) for word in head[1:] if word.isdecimal()]
+    if head[:1] != ["chunks"] or not counts or len(counts) < len(head) - 1 or min(counts) < 1:
         raise ScheduleError(
             f"Line 1 of a schedule's text is {lines[0] if lines else ''!r}. Allowed: 'chunks N' "
-            "with the number of chunks of a micro-batch, 1 or more."
+            "with the number of chunks of a micro-batch, 1 or more; or one number for each of them."
         )
     names = lines[1].split() if len(lines) > 1 else []
     num_ranks = (len(names) - 1) // 2
@@ -220,7 +245,7 @@ def parse_grid(text: str) -> tuple[tuple[tuple[Action, ...], ...], int]:
         for rank, cell in zip(ranks, cells, strict=True):
             if cell != NOTHING:
                 rank.append(_parsed(cell, number))
-    return tuple(map(tuple, ranks)), num_chunks
+    return tuple(map(tuple, ranks)), counts[0] if len(counts) == 1 else tuple(counts)
 
 
 def show_marked(schedule: Schedule, marks: Collection[tuple[int, int]]) -> str:

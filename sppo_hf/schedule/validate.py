@@ -119,15 +119,15 @@ class _Validator:
             if action.kind in TRANSFERS and self._message(action) is None:
                 self._fail(action, place, *self._unmatched_fault(action))
             self._check_share(action, place)
-        units, micro_batches = self._schedule.num_units, self._schedule.num_micro_batches
-        if units % self._schedule.num_chunks:
+        first_units = self._schedule.first_units
+        if self._schedule.num_units not in (first_units[-1], 0):
             last = max(self._where, key=lambda action: action.unit)
             self._fail(
                 last,
                 self._where[last],
-                f"is of the highest unit, so that there are {units} units",
-                f"{micro_batches * self._schedule.num_chunks}, so that {micro_batches} "
-                "micro-batches have all their chunks",
+                f"is of the highest unit, so that there are {self._schedule.num_units} units",
+                f"{first_units[-1]}, so that {len(first_units) - 1} micro-batches have all their "
+                "chunks",
             )
 
     def _check_share(self, action: Action, place: tuple[int, int]) -> None:

@@ -74,7 +74,7 @@ def test_receives_are_listed_as_far_ahead_as_asked() -> None:
 
 def test_no_message_waits_for_a_compute_that_its_receive_is_listed_before() -> None:
     """Else a rank whose host waits there for its device, and so for the receive, would not end."""
-    shared = (msp(Size(3, 2, 5)), msp(Size(4, 1, 8)), msp(Size(4, 2, 5)))
+    shared = (msp(Size(3, 2, 5)), msp(Size(4, 1, 8)), msp(Size.uneven(4, (5, 7))))
     for schedule in (*(generate(name, size) for name, size in FEW[::7]), *shared):
         for ahead in (1, 3):
             lowered = add_transfers(schedule, receives_ahead=ahead)

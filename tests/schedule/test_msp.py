@@ -68,7 +68,7 @@ def chunk_by_chunk(schedule: Schedule) -> Schedule:
         for part, rank in enumerate(ranks):
             free[rank] = ends[stage, unit]
             lists[rank].append(Action("F", stage, unit, None, part if len(ranks) > 1 else None))
-    return Schedule(tuple(map(tuple, lists)), schedule.num_chunks)
+    return Schedule(tuple(map(tuple, lists)), schedule.chunks)
 
 
 def test_the_papers_example_action_by_action() -> None:
@@ -297,7 +297,7 @@ def test_what_is_missing_or_elsewhere_is_found(schedule: Schedule, data: st.Data
         other = data.draw(st.sampled_from(others))
         other.insert(data.draw(st.integers(0, len(other))), action)
     with pytest.raises(ScheduleError):
-        validate(Schedule(tuple(map(tuple, lists)), schedule.num_chunks))
+        validate(Schedule(tuple(map(tuple, lists)), schedule.chunks))
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -61,19 +61,15 @@ def test_a_missing_action_is_found(schedule: Schedule, data: st.DataObject) -> N
     assert not is_valid(remade(schedule, lists))
 
 
+UNEVEN = generate("seq1f1b", Size.uneven(3, (3, 1, 2)))
 MORE = [
     lower(generate("seq1f1b", Size(2, 2, 4)), offloaded=_all, stored=_all, reduce=True),
     lower(generate("interleaved_seq1f1b", Size(2, 1, 4, 2)), offloaded=_all, reduce=True),
     lower(generate("zb_seq1f1b", Size(3, 1, 4)), reduce=True),
     add_transfers(generate("seq1f1b", Size(3, 2, 2)).keep(lambda action: action.kind == "F")),
+    lower(UNEVEN, offloaded=_all, reduce=True),
 ]
-"""Schedules with disk, several stages a rank, reductions; an evaluation."""
-
-
-def test_micro_batches_have_all_their_chunks() -> None:
-    cut_short = generate("gpipe", Size(1, 2, 3)).keep(lambda action: action.unit < 5)
-    with pytest.raises(ScheduleError, match="6, so that 2 micro-batches have all their chunks"):
-        validate(cut_short)
+"""Schedules with disk, several stages a rank, reductions, uneven micro-batches; an evaluation."""
 
 
 @pytest.mark.parametrize("schedule", MORE, ids=range(len(MORE)))
