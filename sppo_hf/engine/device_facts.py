@@ -48,7 +48,7 @@ from sppo_hf.planning.model_profile import (
     find_profile,
 )
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.tiers import TIERS, Tier, allowed_behind_host
+from sppo_hf.planning.tiers import DEVICE, HOST, TIERS, Tier, allowed_behind_host
 
 logger = logging.getLogger(__name__)
 
@@ -149,16 +149,15 @@ def device_facts(
             device_bytes = min(device_bytes, int(_script_fraction(device) * total_bytes))
     else:
         name, device_bytes = processor_name(), host_bytes
+    behind_host_bytes = {
+        tier: TIERS[tier].measure(config, processes=processes, own_bytes=own_bytes.get(tier, 0))
+        for tier in allowed_behind_host(config, device.type)
+    }
     return DeviceFacts(
         kind=device.type,
         name=name,
-        device_memory_bytes=device_bytes,
-        host_memory_bytes=host_bytes,
+        memory_bytes={DEVICE: device_bytes, HOST: host_bytes, **behind_host_bytes},
         expandable_segments=has_expandable_segments(os.environ),
-        behind_host_bytes={
-            tier: TIERS[tier].measure(config, processes=processes, own_bytes=own_bytes.get(tier, 0))
-            for tier in allowed_behind_host(config, device.type)
-        },
         profile=_profile(device, name, config),
     )
 

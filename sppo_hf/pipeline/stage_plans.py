@@ -52,6 +52,7 @@ from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Action, Kind, is_kv_copy
 from sppo_hf.schedule.generate import MSP, Size, generate
 from sppo_hf.schedule.schedule import Schedule
+from sppo_hf.schedule.simulate import fixed_seconds, peak_units, simulate_pipeline
 
 if TYPE_CHECKING:
     from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
@@ -557,8 +558,9 @@ class StagePlanCache:
         At least 1; a chunk counts as a fraction of a micro-batch.
         """
         config = self._engine.config
-        made = step_schedule(config, name, micro_batches, chunks)
-        units = made.schedule.live_units[self._engine.mesh.pp_rank]
+        schedule = step_schedule(config, name, micro_batches, chunks).schedule
+        timeline = simulate_pipeline(schedule, seconds=fixed_seconds())
+        units = peak_units(schedule, timeline)[self._engine.mesh.pp_rank]
         return max(1.0, units / chunks / config.pp_virtual_stages)
 
 

@@ -25,17 +25,12 @@ class DeviceFacts:
     """"cpu" or "cuda"."""
 
     name: str
-    device_memory_bytes: int | None = None
-    """Memory of the device (of the machine, for a CPU); None if unknown."""
-
-    host_memory_bytes: int | None = None
-    """Host memory that a plan may count on; None if unknown."""
+    memory_bytes: Mapping[Tier, int | None] = field(default_factory=dict[Tier, int | None])
+    """Bytes of each tier that a plan may count on; None, or left out, if unknown. For a CPU, those
+    of the device are the machine's."""
 
     expandable_segments: bool = True
     """Whether PyTorch's CUDA allocator uses expandable segments, which hardly fragment."""
-
-    behind_host_bytes: Mapping[Tier, int | None] = field(default_factory=dict[Tier, int | None])
-    """Bytes that tiers behind the host have; None if unknown."""
 
     profile: HardwareProfile | None = None
     """The machine's speeds; None if unknown, and plans are then not compared by time."""

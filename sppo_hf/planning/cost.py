@@ -1,4 +1,4 @@
-"""ModelCost: seconds and bytes of every unit of work, from a model's shape and a machine's profile.
+"""ModelCost: seconds of every unit of work, from a model's shape and a machine's profile.
 
 The one place that turns FLOPs into seconds; solver, simulator and reports read it. One unit is the
 forward or the backward of one decoder layer over one chunk; head and loss of a chunk are another.
@@ -7,7 +7,7 @@ forward or the backward of one decoder layer over one chunk; head and loss of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -87,7 +87,7 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """Seconds and bytes of a model's units on one device."""
+    """Seconds of a model's units on one device."""
 
     shape: ModelShape
     profile: HardwareProfile
@@ -95,11 +95,11 @@ class ModelCost:
     """Dtype of matrix products, such as "bfloat16"."""
 
     batch_rows: int = 1
-    """Rows of a batch; seconds and bytes are those of all of them."""
+    """Rows of a batch; seconds are those of all of them."""
 
     all_to_all_bytes_per_second: float = math.inf
-    """Rate of each sequence-parallel rank (`ModelShape.sp`) in an all-to-all, each way. Seconds and
-    bytes are those of one rank."""
+    """Rate of each sequence-parallel rank (`ModelShape.sp`) in an all-to-all, each way. Seconds are
+    those of one rank."""
 
     tile_tokens: int | None = None
     """Tokens per tile of the loss; None for as many as `loss_tile_tokens` gives the device."""
@@ -110,11 +110,6 @@ class ModelCost:
     _memo: dict[tuple[object, ...], Any] = field(
         default_factory=dict[tuple[object, ...], Any], init=False, repr=False, compare=False
     )
-    _kinds: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Number the kinds of layers: those of one kind cost the same."""
-        object.__setattr__(self, "_kinds", self.shape.layer_kinds)
 
     @property
     def sp(self) -> int:
@@ -163,7 +158,7 @@ class ModelCost:
         """Returns the seconds of every unit of a batch, by kind of layer."""
         key = ("units", bounds, layer_tile_tokens)
         if key not in self._memo:
-            kinds = sorted(set(self._kinds))
+            kinds = sorted(set(self.shape.layer_kinds))
             lengths = [end - start for start, end in bounds]
             tile = layer_tile_tokens
 
@@ -187,7 +182,7 @@ class ModelCost:
     def forward_seconds(self, layer: int, start: int, end: int, tile: int = 0) -> float:
         """Seconds of forward of `layer` over tokens [start, end), which see all before."""
         shape = self.shape.layers[layer]
-        key = ("F", self._kinds[layer], start, end, tile)
+        key = ("F", self.shape.layer_kinds[layer], start, end, tile)
         if key not in self._memo:
             tokens = end - start
             linear = self._linear_seconds(self.shape.linear_flops_per_token(layer), tokens, tile)
@@ -204,7 +199,7 @@ class ModelCost:
     def backward_seconds(self, layer: int, start: int, end: int, tile: int = 0) -> float:
         """Seconds of backward of `layer` over tokens [start, end), without recomputation."""
         shape = self.shape.layers[layer]
-        key = ("B", self._kinds[layer], start, end, tile)
+        key = ("B", self.shape.layer_kinds[layer], start, end, tile)
         if key not in self._memo:
             tokens = end - start
             flops = self.shape.backward_linear_flops_per_token(layer)
@@ -224,7 +219,7 @@ class ModelCost:
 
     def weight_seconds(self, layer: int, tokens: int) -> float:
         """The part of `backward_seconds` that computes gradients of weights; attention has none."""
-        key = ("W", self._kinds[layer], tokens)
+        key = ("W", self.shape.layer_kinds[layer], tokens)
         if key not in self._memo:
             flops = self.shape.backward_linear_flops_per_token(layer)
             flops -= self.shape.layers[layer].input_gradient_flops
@@ -245,7 +240,7 @@ class ModelCost:
             rate = self._rate(self.profile.attention_forward_flops, tokens)
             attention_seconds = flops / rate * self.correction.backward
             return self.recompute_seconds(layer, tokens, "inputs", tile) + attention_seconds
-        key = ("R", self._kinds[layer], tokens, saved, tile)
+        key = ("R", self.shape.layer_kinds[layer], tokens, saved, tile)
         if key not in self._memo:
             flops = self.shape.recompute_flops_per_token(layer, saved)
             launches = self._launches(tokens, tile)
@@ -272,7 +267,7 @@ class ModelCost:
 
         That is norm, projections (those of queries too) and rotary embedding.
         """
-        key = ("K", self._kinds[layer], tokens)
+        key = ("K", self.shape.layer_kinds[layer], tokens)
         if key not in self._memo:
             shape = self.shape.layers[layer]
             elements = shape.kv_elements and shape.kv_elements + shape.q_elements
@@ -301,30 +296,6 @@ class ModelCost:
             seconds += traffic / self.profile.memory_bytes_per_second
             self._memo[key] = seconds * self.correction.forward
         return self._memo[key]
-
-    def activation_bytes(self, layer: int, tokens: int, saved: Saved) -> int:
-        """Bytes that `layer` saves over a chunk of `tokens` tokens."""
-        key = ("A", self._kinds[layer], saved)
-        if key not in self._memo:
-            self._memo[key] = self.shape.per_rank.activation_bytes_per_token(layer, saved)
-        states = self.batch_rows * self.shape.state_bytes(layer)
-        return self._own_rows(tokens) * int(self._memo[key]) + states
-
-    def activation_sizes(self, lengths: Sequence[int], saved: Saved) -> list[list[int]]:
-        """Bytes that each layer saves over each chunk, [chunks][layers]; `lengths` are tokens."""
-        kinds, by_length = {*self._kinds}, dict[int, list[int]]()
-        for tokens in {*lengths}:
-            sizes = {kind: self.activation_bytes(kind, tokens, saved) for kind in kinds}
-            by_length[tokens] = [sizes[kind] for kind in self._kinds]
-        return [by_length[tokens] for tokens in lengths]
-
-    def kv_bytes(self, layer: int, tokens: int) -> int:
-        """Bytes of K and V of `tokens` tokens of `layer`."""
-        return self._own_rows(tokens) * self.shape.per_rank.kv_bytes_per_token(layer)
-
-    def dkv_bytes(self, layer: int, tokens: int) -> int:
-        """Bytes of accumulated dK and dV of `tokens` tokens of `layer`."""
-        return self._own_rows(tokens) * self.shape.per_rank.dkv_bytes_per_token(layer)
 
     def d2h_seconds(self, num_bytes: float, *, both: bool = False) -> float:
         """Seconds of a copy to the host; `both` while another runs the other way."""

@@ -68,7 +68,7 @@ from sppo_hf.planning.solve import (
     tiled_layers,
     with_kv,
 )
-from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers, tiers_behind_host
+from sppo_hf.planning.tiers import HOST, TIERS, Tier, offload_tiers
 from sppo_hf.schedule.timeline import Timeline
 
 _MOST_CHUNKS = 1024
@@ -76,6 +76,10 @@ _MOST_CHUNKS = 1024
 # simulated, and chunks that are solved for.
 _MOST_UNITS = 2**15
 _MOST_SOLVED_CHUNKS = 512
+
+# Resolution and limit of the longest row that fits.
+_LENGTH_STEP_TOKENS = 1024
+_LONGEST_TOKENS = 2**27
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Supported dtypes, and the bytes of one element."""
@@ -187,10 +191,9 @@ def request_for(
         device=DeviceFacts(
             kind=profile.kind,
             name=profile.name,
-            device_memory_bytes=profile.device_bytes,
-            host_memory_bytes=_host_bytes(profile),
-            behind_host_bytes={
-                name: TIERS[name].profiled_bytes(profile) for name in tiers_behind_host()
+            memory_bytes={
+                **{name: tier.profiled_bytes(profile) for name, tier in TIERS.items()},
+                HOST: _host_bytes(profile),
             },
             profile=profile,
         ),
@@ -318,12 +321,7 @@ def _check_units(request: PlanRequest) -> None:
 def _plan_within_budgets(request: PlanRequest, config: SPPOConfig) -> Plan:
     """Makes the plan under `config`, with the request's budgets as what the machine has."""
     budgets = read_budgets(request.config, request.device)
-    device = replace(
-        request.device,
-        device_memory_bytes=budgets.device,
-        host_memory_bytes=budgets.host,
-        behind_host_bytes={name: budgets.of(name) for name in tiers_behind_host()},
-    )
+    device = replace(request.device, memory_bytes=budgets.by_tier)
     return make_plan(replace(request, config=config, device=device))
 
 
@@ -399,7 +397,7 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
     config, kind = placed[0].config, placed[0].device.kind
     there = [name for name, tier in TIERS.items() if tier.is_available(config, kind)]
     if all(budgets.of(tier) is None for tier in there):
-        return longest(lambda _: -1)
+        return _LONGEST_TOKENS
     most_cuts = len(partitions_of(config))
     costs = [_cost_of(request, plan) for request in placed]
     fitted = 0
@@ -431,7 +429,12 @@ def _longest(placed: list[PlanRequest], plan: Plan) -> int:
         return fewest
 
     fits_now = fits(plan.estimate, budgets)
-    return longest(missing, known_tokens=placed[0].total_tokens if fits_now else 0)
+    return search_longest(
+        missing,
+        step_tokens=_LENGTH_STEP_TOKENS,
+        most_tokens=_LONGEST_TOKENS,
+        known_tokens=placed[0].total_tokens if fits_now else 0,
+    ).longest_tokens
 
 
 def _min_memory_estimates(request: PlanRequest, plan: Plan) -> Iterator[MemoryEstimate]:
@@ -524,20 +527,6 @@ def _cost_of(request: PlanRequest, plan: Plan) -> ModelCost:
 def _cost(plan: Plan) -> ModelCost:
     assert plan.cost is not None, "a plan made with a profile has costs"
     return plan.cost
-
-
-_LENGTH_STEP_TOKENS = 1024
-_LONGEST_TOKENS = 2**27
-
-
-def longest(missing: Callable[[int], float], *, known_tokens: int = 0) -> int:
-    """Returns the largest possible number of tokens, a multiple of 1,024; see `search_longest`."""
-    return search_longest(
-        missing,
-        step_tokens=_LENGTH_STEP_TOKENS,
-        most_tokens=_LONGEST_TOKENS,
-        known_tokens=known_tokens,
-    ).longest_tokens
 
 
 class Found(NamedTuple):

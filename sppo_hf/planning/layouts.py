@@ -26,7 +26,7 @@ from sppo_hf.planning.chunk_bounds import (
 )
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Batch
-from sppo_hf.planning.memory import byte_tables
+from sppo_hf.planning.memory import Bytes, ByteTables, byte_tables
 from sppo_hf.planning.pipeline_cost import OffloadRule, head_blocks_of
 from sppo_hf.planning.policies import sppo_ratios
 from sppo_hf.planning.stages import StageWeights, balanced_stages
@@ -410,30 +410,32 @@ class LowerBounds:
         first_layers = shape.num_layers // layout.stages
         states = self._model_state_bytes // (layout.devices if layout.sharded else 1)
         kept = self._kept_bytes(layout)
-        kv = 0
-        if layout.kv_tier == "device":
-            kv = self._kv_bytes(layout, self._tokens) + self._dkv_bytes(layout)
-        only_first = 0
+        activations, chunk_kv, dkv = self._layer_bytes(layout)
+        if layout.kv_tier != "device":
+            chunk_kv, dkv = np.zeros_like(chunk_kv), 0
+        kv, only_first = int(chunk_kv.sum()) + dkv, 0
         if shares:
             # Every rank has at least half of its own units' bytes that it does not share. The first
             # rank, which shares no last chunks, needs all K/V for its own.
             share = (layout.num_chunks - layout.stages + 1) / (2 * layout.num_chunks)
             kept, only_first = int(kept * share), kv - int(kv * share)
             kv -= only_first
-        for start, end in self._later_rows_chunks(layout, 0):
-            if layout.offload == "none":
-                only_first += self._activation_bytes(layout, end - start)
-            if layout.kv_tier == "device":
-                only_first += self._kv_bytes(layout, end - start)
+        later = self._later_rows_chunks(layout, 0)
+        only_first += int(chunk_kv[later].sum())
+        if layout.offload == "none":
+            only_first += int(activations[later].sum())
         per_layer = states + kept + kv
         at_first_backward = max(max_layers * per_layer, first_layers * (per_layer + only_first))
         if shares:
             return at_first_backward
-        chunks = self._backward_bytes(layout)
-        # Activations of a rank's other stages may be offloaded; its last stage has a layer or more.
+        workspaces = self._tables(layout).workspace_backward[:, SAVED.index(layout.saved)]
+        workspaces = workspaces.max(axis=0)
+        # While backward runs over each chunk, there are K/V up to its end and its own activations.
+        # Those of a rank's other stages may be offloaded; its last stage has a layer or more.
         layers_here = max_layers if layout.virtual == 1 or layout.offload == "none" else 1
-        running = max(max_layers * kv + layers_here * kept + work for kept, kv, work in chunks)
-        return max(at_first_backward + chunks[-1][2], max_layers * states + running)
+        running = max_layers * np.cumsum(chunk_kv) + layers_here * activations + workspaces
+        at_first_backward += int(workspaces[-1])
+        return max(at_first_backward, max_layers * states + int(running.max()))
 
     def host_bytes(
         self, layout: Layout, ranks_per_node: int, device_bytes: int | None = None
@@ -442,34 +444,27 @@ class LowerBounds:
 
         `device_bytes` is the budget of one device, of which `ranks_per_node` share a host.
         """
-        bounds, layers = self.bounds(layout), self._cost.shape.num_layers // layout.stages
+        chunks, layers = layout.num_chunks, self._cost.shape.num_layers // layout.stages
         kv_on_host, to_host = layout.kv_tier != "device", layout.activation_tier == HOST
         # The paper's rule offloads whole layers, and no more than K/V and the last stage let it: at
         # least what devices cannot hold.
         by_rule = layout.offload == "sppo"
-        ratios = self._offload_ratios(layout)
-        if by_rule or not to_host:
-            ratios = (0.0,) * len(bounds)
-        on_host: dict[tuple[int, int], int] = {}
-        on_any_tier: dict[tuple[int, int], int] = {}
-        for ratio, (start, end) in zip(ratios, bounds, strict=True):
-            activations = self._activation_bytes(layout, end - start)
-            kv = self._kv_bytes(layout, end - start)
-            on_host[start, end] = int(ratio * activations) + (kv if kv_on_host else 0)
-            on_any_tier[start, end] = activations + kv
+        ratios = np.array(self._offload_ratios(layout)) * (to_host and not by_rule)
+        activations, kv, dkv = self._layer_bytes(layout)
+        on_host = (ratios * activations).astype(np.int64) + kv * kv_on_host
+        on_any_tier = activations + kv
         held_by_rank: list[int] = []
         # The first ranks hold most.
         for rank in range(min(layout.stages, ranks_per_node)):
             if layout.schedule in SHARED_UNIT_SCHEDULES:
-                own = max(0, len(bounds) - 2 * (layout.stages - 1) - _CHUNKS_IN_FLIGHT)
-                units = sorted(bounds, key=on_any_tier.__getitem__)[:own]
-                held = sum(on_host[unit] for unit in units)
+                own = max(0, chunks - 2 * (layout.stages - 1) - _CHUNKS_IN_FLIGHT)
+                units = np.argsort(on_any_tier, kind="stable")[:own].tolist()
+                held = int(on_host[units].sum())
             else:
-                units = [*bounds, *self._later_rows_chunks(layout, rank)]
-                held = sum(on_host[unit] for unit in units[:-_CHUNKS_IN_FLIGHT])
-                held += self._dkv_bytes(layout) if kv_on_host else 0
+                units = [*range(chunks), *self._later_rows_chunks(layout, rank)]
+                held = int(on_host[units[:-_CHUNKS_IN_FLIGHT]].sum()) + dkv * kv_on_host
             if by_rule and to_host and device_bytes is not None:
-                total = sum(on_any_tier[unit] for unit in units)
+                total = int(on_any_tier[units].sum())
                 held = max(held, total - device_bytes // layers)
             held_by_rank.append(held)
         fullest = sorted(held_by_rank * (layout.replicas * layout.sp), reverse=True)
@@ -482,7 +477,7 @@ class LowerBounds:
         held = [kinds[layers.start : layers.stop] for layers in self.stages(layout)]
         return np.array([[(those == kind).sum() for kind in self._kinds] for those in held])
 
-    def _later_rows_chunks(self, layout: Layout, rank: int) -> Bounds:
+    def _later_rows_chunks(self, layout: Layout, rank: int) -> list[int]:
         """Chunks of later rows that a rank has begun when its first backward begins.
 
         Where a rank has several stages, chunks begun on some of them count as fewer whole ones, and
@@ -490,33 +485,20 @@ class LowerBounds:
         """
         rows, num_chunks = self._rows // layout.replicas, layout.num_chunks
         if layout.schedule in SHARED_UNIT_SCHEDULES:
-            return ()
+            return []
         size = Size(layout.stages, rows, num_chunks, layout.virtual)
         begun = forwards_before_backward(layout.schedule, size)[rank] // layout.virtual
         count = min(begun, rows * num_chunks) - num_chunks
-        bounds = self.bounds(layout)[:: -1 if layout.virtual > 1 else 1]
-        return (bounds * -(-count // num_chunks))[: max(0, count)]
+        chunks = [*range(num_chunks)][:: -1 if layout.virtual > 1 else 1]
+        return (chunks * -(-count // num_chunks))[: max(0, count)]
 
-    @_once(*_WORK, "kv_tier")
-    def _backward_bytes(self, layout: Layout) -> list[tuple[int, int, int]]:
-        """Bytes on a device while backward runs over each chunk.
-
-        Saved activations of one layer for it; K/V of one layer up to its end, 0 where they are not
-        on the device; and temporaries of the layer that runs.
-        """
+    @_once("partition", "num_chunks", "sp", "kv_tier")
+    def _tables(self, layout: Layout) -> ByteTables:
+        """Bytes of layers over chunks, on one device."""
         cost, bounds = self.cost(layout), self.bounds(layout)
         batch = Batch(batch_rows=cost.batch_rows, training=True, tile_tokens=1)
         decisions = replace(batch.decisions(bounds, cost.shape.num_layers), kv_tier=layout.kv_tier)
-        tables = byte_tables(cost.shape, decisions, cost.profile.kind)
-        workspaces = tables.workspace_backward[:, SAVED.index(layout.saved)].max(axis=0).tolist()
-        return [
-            (
-                self._activation_bytes(layout, end - start),
-                self._kv_bytes(layout, end) if layout.kv_tier == "device" else 0,
-                workspace,
-            )
-            for (start, end), workspace in zip(bounds, workspaces, strict=True)
-        ]
+        return byte_tables(cost.shape, decisions, cost.profile.kind)
 
     # All of these are the bytes of one layer, the one with the fewest.
 
@@ -531,31 +513,24 @@ class LowerBounds:
             return 0
         return min(w.weights + w.gradients + w.optimizer for w in held)
 
-    @_once("sp")
-    def _kv_bytes(self, layout: Layout, tokens: int) -> int:
-        cost = self.cost(layout)
-        return min(cost.kv_bytes(kind, tokens) for kind in self._kinds)
+    @_once(*_WORK, "kv_tier", "virtual")
+    def _layer_bytes(self, layout: Layout) -> tuple[Bytes, Bytes, int]:
+        """Saved activations and K/V of each chunk, [chunks], and sums of dK/dV.
 
-    def _dkv_bytes(self, layout: Layout) -> int:
-        """Sums of dK/dV that the last chunk's backward writes, first for one stage of a rank."""
-        last, _ = self.bounds(layout)[-1]
-        cost = self.cost(layout)
-        return min(cost.dkv_bytes(kind, last) for kind in self._kinds) // layout.virtual
-
-    @_once("sp", "saved")
-    def _activation_bytes(self, layout: Layout, tokens: int) -> int:
-        cost = self.cost(layout)
-        return min(cost.activation_bytes(kind, tokens, layout.saved) for kind in self._kinds)
+        The sums are those that the last chunk's backward writes, first for one stage of a rank.
+        """
+        tables = self._tables(layout)
+        saved = tables.saved[:, SAVED.index(layout.saved)].min(axis=0)
+        dkv = int(tables.dkv.min(axis=0).sum()) // layout.virtual
+        return saved, tables.kv.min(axis=0), dkv
 
     def _kept_bytes(self, layout: Layout) -> int:
         """Saved activations of a row that are not offloaded."""
         # The paper's rule rounds to whole layers of a stage, up by half a layer at most.
         rounding = 0.5 * layout.stages * layout.virtual / self._cost.shape.num_layers
         ratios = [min(1.0, r + rounding * (0.0 < r < 1.0)) for r in self._offload_ratios(layout)]
-        return sum(
-            int((1.0 - ratio) * self._activation_bytes(layout, end - start))
-            for ratio, (start, end) in zip(ratios, self.bounds(layout), strict=True)
-        )
+        activations, _, _ = self._layer_bytes(layout)
+        return int(((1.0 - np.array(ratios)) * activations).astype(np.int64).sum())
 
     def _offload_ratios(self, layout: Layout) -> tuple[float, ...]:
         """Share of each chunk's saved activations that is offloaded."""
@@ -570,5 +545,5 @@ class LowerBounds:
         counts = np.bincount(np.searchsorted(self._kinds, cost.shape.layer_kinds))
         seconds = (counts @ work.forward + work.head).sum() / cost.shape.num_layers
         copied = float(seconds) / cost.d2h_seconds(1.0, both=True)
-        sizes = [self._activation_bytes(layout, end - start) for start, end in bounds]
-        return sppo_ratios(sizes, copied / len(bounds))
+        sizes, _, _ = self._layer_bytes(layout)
+        return sppo_ratios(sizes.tolist(), copied / len(bounds))

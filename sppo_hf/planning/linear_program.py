@@ -54,27 +54,6 @@ class Mix:
     """Share of each layer's K/V with each K/V mode, [layer, K/V mode]; None by chunk."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKinds:
-    """Groups of layers that cost the same, each with one representative layer."""
-
-    representative: tuple[int, ...]
-    members: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, cost: ModelCost) -> LayerKinds:
-        """Groups the layers of a model.
-
-        The representative is the last layer of a group: under LoRA the first one saves a little
-        less, which is not worth a second set of variables.
-        """
-        groups: dict[object, list[int]] = {}
-        for index, layer in enumerate(cost.shape.layers):
-            groups.setdefault(layer, []).append(index)
-        members = tuple(tuple(group) for group in groups.values())
-        return cls(tuple(group[-1] for group in members), members)
-
-
 def chunk_groups(num_chunks: int, modes: Sequence[ActivationMode]) -> tuple[tuple[int, ...], ...]:
     """Returns groups of chunks that are treated as equal by layer: all in one, or eight groups.
 
@@ -298,16 +277,14 @@ class LinearProgram:
         self._equal = Rows()
 
     def _groups_by_chunk(self) -> list[_Group]:
-        """Returns one group for each kind of layer, with the sizes of its representative layer."""
-        tables, groups = self._tables, list[_Group]()
+        """Returns one group for each kind of layer."""
         saved = [SAVED.index(mode.saved) for mode in self._modes]
         tiers: list[Tier] = [mode.tier for mode in self._modes]
-        kinds = LayerKinds.of(self._cost)
-        for last, members in zip(kinds.representative, kinds.members, strict=True):
-            sizes = tables.saved[tables.kind_of[last]][saved].astype(float) / _GIB
-            seconds = self._work.recompute[tables.kind_of[members[0]]][saved]
-            groups.append(_Group(len(members), tiers, sizes, seconds))
-        return groups
+        sizes, seconds = self._tables.saved / _GIB, self._work.recompute
+        return [
+            _Group(len(members), tiers, sizes[kind, saved], seconds[kind, saved])
+            for kind, members in enumerate(self._tables.members)
+        ]
 
     def _groups_by_layer(self) -> list[_Group]:
         """Returns groups of chunks, each with the mean length of its chunks.

@@ -41,10 +41,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +58,6 @@ from sppo_hf.planning.memory import (
     HOST_SLAB_BYTES,
     Bytes,
     ByteTables,
-    CacheKey,
     Cause,
     Level,
     MemoryEstimate,
@@ -352,8 +349,8 @@ class StepProgram:
 
     @cached_property
     def estimate(self) -> MemoryEstimate:
-        """The memory estimate: running sums of all bytes. A search asks for many of them again."""
-        return _estimate_of(_Decided(self))
+        """The memory estimate: running sums of all bytes."""
+        return MemoryEstimate(self.points, self.standing, self.levels)
 
     @cached_property
     def standing(self) -> dict[Tier, dict[Cause, int]]:
@@ -590,24 +587,6 @@ class StepProgram:
             changes=lambda action: self.changes(at[action]) if action in at else (),
             standing=standing,
         )
-
-
-_of_decisions = attrgetter(*(f.name for f in fields(Decisions) if f.name != "layer_modes"))
-
-
-class _Decided(CacheKey):
-    """Key of estimates; tables are compared by identity, and modes by their numbers."""
-
-    def __init__(self, program: StepProgram) -> None:
-        decisions = program.decisions
-        super().__init__(id(program.tables), program.modes.tobytes(), _of_decisions(decisions))
-        self.program = program
-
-
-@lru_cache(maxsize=64)
-def _estimate_of(decided: _Decided) -> MemoryEstimate:
-    program = decided.program
-    return MemoryEstimate(program.points, program.standing, program.levels)
 
 
 # -- levels ------------------------------------------------------------------------------------

@@ -277,8 +277,6 @@ class MemoryEstimate:
         self.points = points
         self._standing = standing
         self._levels = levels
-        self._peaks: dict[Tier, int] = {}
-        self._peak_bytes: dict[tuple[Tier, ...], int] = {}
 
     def total(self, tier: Tier) -> Bytes:
         """Returns a tier's bytes at every point: [points]."""
@@ -289,10 +287,7 @@ class MemoryEstimate:
 
     def peak_bytes(self, *tiers: Tier) -> int:
         """Returns the peak of the sum of some tiers' bytes."""
-        if tiers not in self._peak_bytes:
-            total = np.sum([self.total(tier) for tier in tiers], axis=0)
-            self._peak_bytes[tiers] = int(total.max())
-        return self._peak_bytes[tiers]
+        return int(np.sum([self.total(tier) for tier in tiers], axis=0).max())
 
     def most_bytes(self, cause: Cause) -> int:
         """Returns the peak of a cause's level on the device."""
@@ -305,9 +300,7 @@ class MemoryEstimate:
 
     def peak(self, tier: Tier) -> int:
         """Returns the first point at which a tier holds most bytes."""
-        if tier not in self._peaks:
-            self._peaks[tier] = int(self.total(tier).argmax())
-        return self._peaks[tier]
+        return int(self.total(tier).argmax())
 
     def at(self, point: int, tier: Tier) -> MemoryBreakdown:
         """Returns a tier's bytes at a point; causes without bytes are left out."""
@@ -381,28 +374,21 @@ _of_batch = attrgetter(*(field.name for field in fields(Batch)))
 _of_tables = attrgetter("bounds", "kv_tier", "kv_block_tokens", "by_layer")
 
 
-class CacheKey:
-    """Argument of an `lru_cache`d function: what it computes from, compared by a key alone.
+class _Batch:
+    """Key of tables; shapes are compared by identity, which is faster than by fields.
 
-    It holds the objects whose addresses are in the key, so that these are not reused.
+    It holds the shape, so that its address is not reused.
     """
 
-    def __init__(self, *key: object) -> None:
-        self._key = key
+    def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
+        self.shape, self.decisions, self.device_kind = shape, decisions, device_kind
+        self._key = id(shape), device_kind, _of_batch(decisions), _of_tables(decisions)
 
     def __hash__(self) -> int:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CacheKey) and self._key == other._key
-
-
-class _Batch(CacheKey):
-    """Key of tables; shapes are compared by identity, which is faster than by fields."""
-
-    def __init__(self, shape: ModelShape, decisions: Decisions, device_kind: str) -> None:
-        super().__init__(id(shape), device_kind, _of_batch(decisions), _of_tables(decisions))
-        self.shape, self.decisions, self.device_kind = shape, decisions, device_kind
+        return isinstance(other, _Batch) and self._key == other._key
 
 
 @lru_cache(maxsize=64)
@@ -471,6 +457,15 @@ class ByteTables:
         """Tokens per block of streamed K/V, [chunks]: at least one chunk, at most all earlier ones.
         """
         self._longest = longest
+
+    def activations(self, saved: Saved) -> Bytes:
+        """Returns the bytes that each layer saves over each chunk, [chunks, layers]."""
+        return self.of_layers(self.saved[:, SAVED.index(saved)])
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """The layers of each kind."""
+        return [np.flatnonzero(self.kind_of == kind).tolist() for kind in range(len(self.kinds))]
 
     def of_layers(self, table: Bytes) -> Bytes:
         """Returns a table [kinds, chunks] as [chunks, layers]."""

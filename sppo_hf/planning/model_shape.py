@@ -355,15 +355,14 @@ class ModelShape:
 
     # -- bytes -------------------------------------------------------------------------------
 
-    def kv_bytes_per_token(self, layer: int | None = None) -> int:
-        """K and V of one token as the KV store keeps them; None sums over all layers.
+    def kv_bytes_per_token(self, layer: int) -> int:
+        """K and V of one token of a layer as the KV store keeps them.
 
         If ranks share a sequence, each has its heads of every token.
         """
-        layers = self.per_rank.layers if layer is None else (self.per_rank.layers[layer],)
-        return sum(one.kv_elements for one in layers) // self.sp * self.dtype_bytes
+        return self.per_rank.layers[layer].kv_elements // self.sp * self.dtype_bytes
 
-    def dkv_bytes_per_token(self, layer: int | None = None) -> int:
+    def dkv_bytes_per_token(self, layer: int) -> int:
         """Accumulators of dK and dV of one token, float32 (float64 in a float64 model)."""
         return (
             self.kv_bytes_per_token(layer)

@@ -17,6 +17,7 @@ from typing import TypeVar
 from sppo_hf.planning.activation_modes import ActivationMode, Saved, mode_of
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, KVMode, LayerModes, layer_modes_of
+from sppo_hf.planning.memory import byte_tables
 from sppo_hf.planning.tiers import Tier
 from sppo_hf.registry import OFFLOAD_POLICIES
 
@@ -100,13 +101,13 @@ def sppo_modes(
 
     By layer, the rule is applied to each layer's chunks instead of each chunk's layers.
     """
-    sizes: list[Sequence[int]] = [*cost.activation_sizes(base.chunk_lengths, saved)]
+    sizes = byte_tables(cost.shape, base, cost.profile.kind).activations(saved)
     if base.by_layer:
-        sizes = [*zip(*sizes, strict=True)]
-    layers, bounds, most = range(base.num_layers), base.bounds, len(sizes[0])
+        sizes = sizes.T
+    layers, bounds, most = range(base.num_layers), base.bounds, sizes.shape[1]
     forward = sum(cost.forward_seconds(i, start, end) for i in layers for start, end in bounds)
     keep, away = mode_of(saved, "device"), mode_of(saved, tier)
-    whole = [sum(row) for row in sizes]
+    whole = sizes.sum(axis=1).tolist()
     leave = sppo_leaving(cost, whole, forward, members=most, kv_bytes=kv_bytes)
     rows = [spread({away: leaving, keep: most - leaving}, most) for leaving in leave]
     return layer_modes_of(rows, by_layer=base.by_layer)

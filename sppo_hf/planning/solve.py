@@ -40,7 +40,7 @@ from sppo_hf.planning.decisions import (
     layer_modes_of,
     modes_used,
 )
-from sppo_hf.planning.linear_program import LayerKinds, LinearProgram, chunk_groups
+from sppo_hf.planning.linear_program import LinearProgram, chunk_groups
 from sppo_hf.planning.lowering import (
     compute_seconds,
     fixed_levels,
@@ -210,17 +210,17 @@ def _farthest_modes(
     room = {tier: _free_bytes(cost, base, budgets, tier, away) for tier in away}
     places: dict[Tier, float] = {}
     # The device keeps the bytes that do not fit on other tiers, beginning with the latest unit.
-    sizes: list[Sequence[int]] = [*cost.activation_sizes(base.chunk_lengths, saved)]
+    sizes = byte_tables(cost.shape, base, cost.profile.kind).activations(saved)
     if base.by_layer:
-        sizes = [*zip(*sizes, strict=True)]
-    total = float(sum(map(sum, sizes)))
+        sizes = sizes.T
+    total = float(sizes.sum())
     if "device" in choices.tiers:
         places["device"] = max(0.0, total - sum(room.values()))
     for tier in away:
         places[tier] = room[tier]
     overfull = next(iter(places))
     rows: list[tuple[ActivationMode, ...]] = []
-    for row_sizes in reversed(sizes):
+    for row_sizes in reversed(sizes.tolist()):
         whole, size = _next_tier(places, min(row_sizes)), sum(row_sizes)
         if places[whole] >= size:
             places[whole] -= size
@@ -260,21 +260,19 @@ def _free_bytes(
     budget = budgets.of(tier)
     if budget is None:
         return float("inf")
+    tables = byte_tables(cost.shape, base, cost.profile.kind)
     if tier == "host":
-        budget -= sum(byte_tables(cost.shape, base, cost.profile.kind).host_resident.values())
+        budget -= sum(tables.host_resident.values())
     if tier == "host" and cost.profile.kind == "cuda":
         budget = most_piece_bytes(budget)
     if tier == "host":
         passing = {*tiers_behind_host()} & {*away, base.kv_tier, *base.kv_modes}
         budget -= len(passing) * base.staging_bytes
     if base.by_layer:
-        waiting = (i for i in range(base.num_layers) if base.kv_mode(i) == tier)
-        budget -= sum(cost.kv_bytes(layer, base.total_tokens) for layer in waiting)
+        waiting = [i for i in range(base.num_layers) if base.kv_mode(i) == tier]
+        budget -= int(tables.layer_kv[waiting].sum())
     elif base.kv_tier == tier:
-        shape = cost.shape
-        kv = shape.kv_bytes_per_token() * base.total_tokens
-        kv += shape.dkv_bytes_per_token() * base.bounds[-1][0]
-        budget -= kv * base.batch_rows
+        budget -= int(tables.of_layers(tables.kv + tables.dkv).sum())
     return float(max(0, budget))
 
 
@@ -305,10 +303,9 @@ def with_lookahead_bytes(cost: ModelCost, decisions: Decisions, activation_bytes
 
 def lookahead_bytes(cost: ModelCost, base: Decisions, saved: Iterable[Saved], units: int) -> int:
     """Returns the bytes of `units` units, of the largest unit of any of these `Saved` values."""
-    longest = max(base.chunk_lengths)
-    layers = LayerKinds.of(cost).representative
-    sizes = [cost.activation_bytes(i, longest, kind) for i in layers for kind in set(saved)]
-    return units * max(sizes, default=0)
+    tables = byte_tables(cost.shape, base, cost.profile.kind)
+    indices = [SAVED.index(one) for one in saved]
+    return units * int(tables.saved[:, indices].max(initial=0))
 
 
 _ATTEMPTS = 4
@@ -329,9 +326,6 @@ class Solution:
     policy: str
     """The winning candidate: "solver", or a fixed policy by name."""
 
-    bound_seconds: float
-    """The linear program's optimum over fractional counts; 0 without one."""
-
     @property
     def step_seconds(self) -> float:
         """Simulated duration of the step."""
@@ -350,7 +344,7 @@ def solve(
     """Finds the fastest plan that fits.
 
     Args:
-        cost: seconds and bytes of every unit.
+        cost: seconds of every unit.
         base: rows, bounds, order and tile; its modes and look-ahead are replaced.
         budgets: bytes per tier.
         choices: what may be used.
@@ -388,7 +382,7 @@ def _best_candidate(
 
     Candidates that do not fit, or cannot be faster than the best so far, are not simulated.
     """
-    solved, bound = False, 0.0
+    solved = False
     broken: list[list[BudgetViolation]] = []
     for kv_mode in kv_modes_of(cost.shape, base, choices):
         placed = with_kv(base, kv_mode, cost.shape, budgets, cost.profile.kind)
@@ -405,7 +399,6 @@ def _best_candidate(
                 mix = _solve_mix(cost, placed, whole, modes, kv_modes, under_seconds=under)
                 mixed += [("solver", *mix)] if mix is not None else []
         solved = base.by_layer
-        bound = min((seconds for *_, seconds in mixed), default=bound if base.by_layer else 0.0)
         named = [*fixed_policies(cost, placed, choices), ("least memory", least)]
         # The most promising candidates come first; those that cannot win are not simulated.
         mixed.sort(key=lambda candidate: candidate[2])
@@ -415,7 +408,7 @@ def _best_candidate(
                 if seconds >= best.step_seconds:
                     continue
             if fits(lower(decisions, cost).estimate, budgets):
-                solution = simulate_plan(decisions, cost, policy=name, bound_seconds=bound)
+                solution = simulate_plan(decisions, cost, policy=name)
                 if best is None or solution.step_seconds < best.step_seconds:
                     best = solution
     if best is not None:
@@ -536,7 +529,7 @@ def reduce_host_memory(
     if isinstance(tried, Solution) and tried.step_seconds <= most_seconds:
         priced = tried.step_seconds + host_seconds(tried.decisions)
         if priced < best_priced:
-            best, best_priced = replace(tried, bound_seconds=found.bound_seconds), priced
+            best, best_priced = tried, priced
     modes = tuple(
         mode
         for mode in choices.modes
@@ -544,6 +537,8 @@ def reduce_host_memory(
     )
     every = kv_modes_of(cost.shape, base, choices) if base.by_layer else ()
     kv_modes = tuple(m for m in every if m not in offload_tiers() or m in base.kv_modes)
+    # By layer the last one's K/V stay, wherever those of others must be.
+    kv_modes = kv_modes or base.kv_modes[-1:]
     for share in _SLOWER_SHARES:
         slower = 1.0 + share * (EQUALLY_FAST - 1.0)
         mix = _solve_mix(
@@ -561,20 +556,15 @@ def reduce_host_memory(
         limit_seconds = min(most_seconds, best_priced - host_seconds(decisions))
         if bound >= limit_seconds:
             break
-        light = simulate_plan(decisions, cost, policy="solver", bound_seconds=found.bound_seconds)
+        light = simulate_plan(decisions, cost, policy="solver")
         if light.step_seconds < limit_seconds:
             return light
     return best
 
 
-def simulate_plan(
-    decisions: Decisions, cost: ModelCost, *, policy: str, bound_seconds: float = 0.0
-) -> Solution:
+def simulate_plan(decisions: Decisions, cost: ModelCost, *, policy: str) -> Solution:
     """Simulates a plan."""
-    timeline = lower(decisions, cost).simulate()
-    return Solution(
-        decisions=decisions, timeline=timeline, policy=policy, bound_seconds=bound_seconds
-    )
+    return Solution(decisions=decisions, timeline=lower(decisions, cost).simulate(), policy=policy)
 
 
 def with_kv(
@@ -658,7 +648,7 @@ def _solve_mix(
     None if there is none, or none that takes less than `under_seconds`. See `LinearProgram` for
     the price of a GiB of host memory and the limit of the seconds.
     """
-    members = LayerKinds.of(cost).members
+    members = byte_tables(cost.shape, base, cost.profile.kind).members
     away: set[Saved] = {mode.saved for mode in modes if mode.offload}
     ahead = lookahead_bytes(cost, base, away, _LAYERS_AHEAD)
     if base.by_layer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -50,12 +49,6 @@ def split_layers(
     Raises:
         ConfigError: fewer than one stage, or more stages than layers.
     """
-    return _split(tuple(layer_costs), num_stages, last)
-
-
-# Layouts that differ only in what they save or offload have the same stages.
-@lru_cache(maxsize=256)
-def _split(layer_costs: tuple[float, ...], num_stages: int, last: float) -> tuple[range, ...]:
     num_layers = len(layer_costs)
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(

@@ -106,13 +106,9 @@ class TierModel:
         """Returns its capacity: the user's budget, else what the machine has (`DeviceFacts`)."""
         if self.behind_host and not self.is_available(config, facts.kind):
             return 0
-        has, value = self.has_bytes(facts), self.named(config)
+        has: int | None = facts.memory_bytes.get(self.name)
+        value = self.named(config)
         return has if value is None else parse_bytes(value, field=self.setting, total_bytes=has)
-
-    def has_bytes(self, facts: Any) -> int | None:
-        """Returns the bytes that the machine has (`DeviceFacts`); None if unknown."""
-        has: int | None = facts.behind_host_bytes.get(self.name)
-        return has
 
     def measure(self, config: SPPOConfig, *, processes: int, own_bytes: int) -> int | None:
         """Returns the bytes that this machine has for one of several processes; None if unknown.
@@ -201,11 +197,6 @@ class Device(TierModel):
         """Always."""
         return True
 
-    def has_bytes(self, facts: Any) -> int | None:
-        """Memory of the device."""
-        has: int | None = facts.device_memory_bytes
-        return has
-
     def profiled_bytes(self, profile: HardwareProfile) -> int | None:
         """Memory of the device."""
         return profile.device_bytes
@@ -223,11 +214,6 @@ class Host(TierModel):
     def is_available(self, config: SPPOConfig, device_kind: str) -> bool:
         """False on a CPU, where host memory is the device's own."""
         return device_kind != "cpu"
-
-    def has_bytes(self, facts: Any) -> int | None:
-        """Host memory that a plan may count on."""
-        has: int | None = facts.host_memory_bytes
-        return has
 
     def profiled_bytes(self, profile: HardwareProfile) -> int | None:
         """All host memory of the process."""

@@ -660,7 +660,7 @@ def calibrate(
         host_update_bytes_per_second=update,
         disk_write_bytes_per_second=None if disk is None else disk.write,
         disk_read_bytes_per_second=None if disk is None else disk.read,
-        device_bytes=facts.device_memory_bytes,
+        device_bytes=facts.memory_bytes["device"],
         host_bytes=host_memory_bytes(),
         pinned_bytes=_pinnable_bytes(device, pinned_so_far_bytes=2 * sizes.copy_bytes),
         disk_bytes=None if offload_dir is None else free_disk_bytes(offload_dir),

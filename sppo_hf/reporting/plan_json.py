@@ -93,9 +93,9 @@ def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
     layers whose attention is recomputed too. `offload_ratio` is the offloaded share of the chunk's
     saved bytes.
     """
-    assert plan.cost is not None, "a plan made with a profile has costs"
     assert plan.prediction is not None, "a plan made with a profile is predicted"
     reruns = plan.program().reruns_attention.sum(axis=1).tolist()
+    ratios = offload_ratios(plan)
     chunks: list[dict[str, Any]] = []
     for chunk, ((start, end), modes) in enumerate(zip(plan.bounds, plan.layer_modes, strict=True)):
         seconds = plan.prediction.chunks[chunk]
@@ -108,7 +108,7 @@ def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
                 "offload_layers": sum(mode.offload for mode in modes),
                 "recompute_layers": sum(mode.recompute for mode in modes),
                 "attention_again_layers": reruns[chunk],
-                "offload_ratio": offload_ratio(plan, chunk),
+                "offload_ratio": ratios[chunk],
                 "compute_seconds": seconds.compute_seconds,
                 "d2h_seconds": seconds.d2h_seconds,
                 "h2d_seconds": seconds.h2d_seconds,
@@ -117,16 +117,12 @@ def chunks_to_list(plan: Plan) -> list[dict[str, Any]]:
     return chunks
 
 
-def offload_ratio(plan: Plan, chunk: int) -> float:
-    """Returns the fraction of a chunk's saved bytes that is offloaded, 0 to 1."""
-    assert plan.cost is not None, "a plan made with a profile has costs"
-    start, end = plan.bounds[chunk]
-    saved = leaving = 0
-    for layer, mode in enumerate(plan.layer_modes[chunk]):
-        size = plan.cost.activation_bytes(layer, end - start, mode.saved)
-        saved += size
-        leaving += size if mode.offload else 0
-    return leaving / saved if saved else 0.0
+def offload_ratios(plan: Plan) -> list[float]:
+    """Returns the fraction of each chunk's saved bytes that is offloaded, 0 to 1."""
+    program = plan.program()
+    sizes = program.offloaded_bytes, program.activation_bytes
+    away, saved = (size.sum(axis=1).tolist() for size in sizes)
+    return [part / whole if whole else 0.0 for part, whole in zip(away, saved, strict=True)]
 
 
 def _limit(limit: BudgetViolation | None) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from sppo_hf.planning.plan import PipelineStep, Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.planning.solve import BudgetViolation, over_budget
 from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
-from sppo_hf.reporting.plan_json import offload_ratio
+from sppo_hf.reporting.plan_json import offload_ratios
 from sppo_hf.rules import format_bytes
 
 
@@ -471,10 +471,13 @@ def chunk_table(plan: Plan) -> Table:
     table.add_column("layers", ratio=1, overflow="fold")
     for header in ("offloaded", "compute", "to host", "to device", *behind):
         table.add_column(header, justify="right", no_wrap=True)
+    ratios = [round(100 * ratio) for ratio in offload_ratios(plan)]
     for group in group_chunks(plan, most=_MAX_ROWS):
+        part = ratios[group.first : group.last + 1]
+        leaves = f"{span(min(part), max(part))}%"
         lengths = plan.chunk_lengths[group.first : group.last + 1]
         tokens = span(min(lengths), max(lengths))
-        table.add_row(group.numbers, tokens, group.text, *_resources(plan, group, behind))
+        table.add_row(group.numbers, tokens, group.text, leaves, *_resources(plan, group, behind))
     return table
 
 
@@ -564,7 +567,6 @@ def _of_budget(size_bytes: int, budget_bytes: int | None) -> str:
 
 
 def _resources(plan: Plan, group: ChunkGroup, behind: Sequence[Tier]) -> list[str]:
-    ratios = [round(100 * offload_ratio(plan, i)) for i in range(group.first, group.last + 1)]
     assert plan.prediction is not None, "a plan made with a profile is predicted"
     said = plan.prediction.chunks[group.first : group.last + 1]
     sums = [
@@ -573,5 +575,4 @@ def _resources(plan: Plan, group: ChunkGroup, behind: Sequence[Tier]) -> list[st
         sum(chunk.h2d_seconds for chunk in said),
         *(sum(chunk.tier_seconds.get(tier, 0.0) for chunk in said) for tier in behind),
     ]
-    leaves = f"{span(min(ratios), max(ratios))}%"
-    return [leaves, *(format_seconds(seconds) if seconds else "-" for seconds in sums)]
+    return [format_seconds(seconds) if seconds else "-" for seconds in sums]

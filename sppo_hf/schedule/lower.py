@@ -216,7 +216,7 @@ def add_kv_copies(schedule: Schedule, kv_copies: KVCopies) -> Schedule:
             coming = sum(one.kind in ("L", "K") for one in beside)
             longer += [*beside[:coming], action, *beside[coming:]]
         ranks.append(tuple(longer))
-    return schedule.with_added(tuple(ranks))
+    return Schedule(tuple(ranks), schedule.chunks)
 
 
 def add_offload(
@@ -338,7 +338,7 @@ class _Places:
                 if step in after:
                     longer += after[step]
             ranks.append(tuple(longer))
-        return self._schedule.with_added(tuple(ranks))
+        return Schedule(tuple(ranks), self._schedule.chunks)
 
 
 def _like(action: Action, kind: Kind) -> Action:

@@ -12,7 +12,7 @@ A step is an index in a rank's list, not a time: `timeline.over_time` shows when
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -156,22 +156,6 @@ class Schedule:
         return Fraction(1, len(shared)) if shared else Fraction(1)
 
     @cached_property
-    def live_units(self) -> tuple[float, ...]:
-        """Peak number of units whose activations each rank holds without offloading, [ranks].
-
-        A unit is alive from its forward to the end of its backward (of its weight gradient if
-        backward is split; of its forward if there is no backward). A rank computes in the order of
-        its list, so durations do not matter. A rank's share of a shared unit counts as a fraction.
-        """
-        kinds = {action.kind for rank in self.ranks for action in rank}
-        last: Kind = "W" if "W" in kinds else "B" if "B" in kinds else "F"
-        if self.shared_units:
-            return tuple(
-                float(max(_live(rank, last, self.share), default=0)) for rank in self.ranks
-            )
-        return tuple(int(max(_live(rank, last), default=0)) for rank in self.ranks)
-
-    @cached_property
     def forwards_before_backward(self) -> tuple[int, ...]:
         """Number of forwards of each rank before its first backward, [ranks]; shares are summed."""
         backwards = ("B", "I")
@@ -195,16 +179,6 @@ class Schedule:
         ranks = tuple(tuple(a for a in rank if wanted(a)) for rank in self.ranks)
         return Schedule(ranks, self.chunks)
 
-    def with_added(self, ranks: tuple[tuple[Action, ...], ...]) -> Schedule:
-        """Returns a schedule with these actions, whose compute must equal this schedule's.
-
-        Cached properties that depend on compute alone are copied.
-        """
-        made = Schedule(ranks, self.chunks)
-        known = ("num_units", "first_units", "stage_ranks", "shared_units")
-        made.__dict__.update({name: self.__dict__[name] for name in known if name in self.__dict__})
-        return made
-
     def texts(self) -> list[list[str]]:
         """Returns each rank's actions as text."""
         return [[str(action) for action in rank] for rank in self.ranks]
@@ -220,19 +194,6 @@ class Schedule:
             ScheduleError: a line or an action is malformed, see `parse_grid`.
         """
         return cls(*parse_grid(text))
-
-
-def _live(
-    actions: Iterable[Action], last: Kind, share: Callable[[Action], Fraction | int] = lambda _: 1
-) -> Iterator[Fraction | int]:
-    """Yields the number of live units at each forward; an action of kind `last` ends a unit."""
-    alive: Fraction | int = 0
-    for action in actions:
-        if action.kind == "F":
-            alive += share(action)
-            yield alive
-        if action.kind == last:
-            alive -= share(action)
 
 
 NOTHING = "."

@@ -39,7 +39,6 @@ class Stall(NamedTuple):
     waited_for: Action
     """The dependency of `action` that ended last."""
 
-    resource: str
     start_seconds: float
 
 
@@ -62,7 +61,7 @@ class Timeline:
 
     Lists have one entry per action, resource by resource. (A list of objects would be slow: a plan
     has tens of thousands of actions, and a solver simulates hundreds of plans.) Everything else is
-    computed on request, and each tier's curve is cached.
+    computed on request.
 
     [Note: bytes at one instant] All changes at the same instant are summed before a curve shows
     them, as if bytes were freed first. An action that begins exactly when another ends usually does
@@ -99,10 +98,6 @@ class Timeline:
     def end_seconds(self) -> float:
         """End of the last action, in seconds."""
         return max(self.ends, default=0.0)
-
-    @cached_property
-    def _curves(self) -> dict[str, list[tuple[float, int]]]:
-        return {}
 
     @property
     def resources(self) -> tuple[str, ...]:
@@ -146,23 +141,18 @@ class Timeline:
         The time before its first action counts; the time after its last action does not.
         """
         # Gaps are summed (rather than end minus busy seconds), so that no gaps give exactly zero.
-        return sum(stall.seconds for stall in self._stalls(resource))
+        return sum(stall.seconds for stall in self.stalls(resource))
 
-    def stalls(self, resource: str | None = None, *, over_seconds: float = 0.0) -> list[Stall]:
-        """Returns the stalls of one resource in order, or of all resources in order of time.
-
-        Args:
-            resource: name of the resource; None for all.
-            over_seconds: only stalls that lasted longer than this are returned.
-        """
-        found = [
-            stall
-            for name in (self.resources if resource is None else (resource,))
-            for stall in self._stalls(name)
-            if stall.seconds > over_seconds
-        ]
-        if resource is None:
-            found.sort(key=lambda stall: stall.start_seconds)
+    def stalls(self, resource: str, *, over_seconds: float = 0.0) -> list[Stall]:
+        """Returns the stalls of a resource that lasted longer than `over_seconds`, in order."""
+        found: list[Stall] = []
+        free_seconds = 0.0
+        for position in self._positions(resource):
+            seconds = self.starts[position] - free_seconds
+            if seconds > over_seconds:
+                waited_for = self.actions[self.latest[position]]
+                found.append(Stall(self.actions[position], seconds, waited_for, free_seconds))
+            free_seconds = self.ends[position]
         return found
 
     def curve(self, tier: str) -> list[tuple[float, int]]:
@@ -170,9 +160,7 @@ class Timeline:
 
         See [Note: bytes at one instant].
         """
-        if tier not in self._curves:
-            self._curves[tier] = _curve(self.events.get(tier, ()))
-        return self._curves[tier]
+        return _curve(self.events.get(tier, ()))
 
     def curves_by_cause(self, tier: str) -> dict[str, list[tuple[float, int]]]:
         """Returns one curve for each cause of a tier's bytes; they add up to `curve(tier)`."""
@@ -199,20 +187,6 @@ class Timeline:
     def _span(self, position: int, resource: str) -> Span:
         start, end = self.starts[position], self.ends[position]
         return Span(self.actions[position], resource, start, end, self.readies[position])
-
-    def _stalls(self, resource: str) -> Iterator[Stall]:
-        free_seconds = 0.0
-        for position in self._positions(resource):
-            start_seconds = self.starts[position]
-            if start_seconds > free_seconds:
-                yield Stall(
-                    self.actions[position],
-                    start_seconds - free_seconds,
-                    self.actions[self.latest[position]],
-                    resource,
-                    free_seconds,
-                )
-            free_seconds = self.ends[position]
 
 
 def _curve(events: Sequence[ByteEvent]) -> list[tuple[float, int]]:

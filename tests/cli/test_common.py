@@ -84,8 +84,9 @@ def test_the_plan_request_has_the_typed_options(tmp_path: Path) -> None:
     assert asked.batch_rows == 3
     assert asked.shape.dtype_bytes == 4
     assert asked.device.name == "NVIDIA H200"
-    assert asked.device.device_memory_bytes is not None
-    assert config.device_memory == asked.device.device_memory_bytes // 2
+    whole = asked.device.memory_bytes["device"]
+    assert whole is not None
+    assert config.device_memory == whole // 2
     assert config.host_memory == 64 * GIB
     assert config.disk_memory == 1024 * GIB
     assert config.offload_dir is not None

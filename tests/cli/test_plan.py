@@ -27,6 +27,7 @@ from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, other_plan_warni
 from sppo_hf.planning.stages import stage_shape
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
+from sppo_hf.schedule.simulate import fixed_seconds, peak_units, simulate_pipeline
 from tests.cli.configs import LLAMA_8B, TINY, answer_with, write_config
 from tests.planning.shapes import llama_config, shape_of
 from tests.sweeps import sample
@@ -313,6 +314,7 @@ def test_stages_of_a_tight_host_do_not_share_it_as_if_all_were_at_their_peak(
     )
     bounds = tuple(itertools.pairwise(itertools.accumulate(config.chunk_lengths or (), initial=0)))
     schedule = generate(config.pp_schedule, Size(2, 4, len(bounds), config.pp_virtual_stages))
+    timeline = simulate_pipeline(schedule, seconds=fixed_seconds())
 
     def first_stage(**budgets: Any) -> Plan:
         # As `sppo_hf.pipeline.stage_plans` asks for it.
@@ -323,13 +325,12 @@ def test_stages_of_a_tight_host_do_not_share_it_as_if_all_were_at_their_peak(
                 device=DeviceFacts(
                     kind="cuda",
                     name="a GPU",
-                    device_memory_bytes=80 * 2**30,
-                    host_memory_bytes=24 * 2**30,
+                    memory_bytes={"device": 80 * 2**30, "host": 24 * 2**30},
                     profile=load_profile("h100"),
                 ),
                 total_tokens=bounds[-1][1],
                 bounds=bounds,
-                alive=schedule.live_units[0] / len(bounds),
+                alive=peak_units(schedule, timeline)[0] / len(bounds),
             )
         )
 
@@ -358,8 +359,7 @@ def test_ranks_of_one_stage_have_their_weights_on_the_device() -> None:
     device = DeviceFacts(
         kind="cuda",
         name="a GPU",
-        device_memory_bytes=4 * 2**30,
-        host_memory_bytes=64 * 2**30,
+        memory_bytes={"device": 4 * 2**30, "host": 64 * 2**30},
         profile=load_profile("h100"),
     )
     single = PlanRequest(

@@ -29,7 +29,8 @@ def test_a_processor_has_a_name_and_the_hosts_memory() -> None:
     found = device_facts.device_facts(CPU, SPPOConfig())
     assert found.kind == "cpu"
     assert found.name
-    assert found.device_memory_bytes == found.host_memory_bytes == device_facts.host_memory_bytes()
+    whole = device_facts.host_memory_bytes()
+    assert found.memory_bytes == {"device": whole, "host": whole}
 
 
 def test_versions_of_a_processor_count_its_threads() -> None:
@@ -101,7 +102,7 @@ def test_a_gpu_may_use_the_host_memory_that_is_free(monkeypatch: pytest.MonkeyPa
 
     def found(free_gib: int) -> float:
         monkeypatch.setattr(device_facts, "free_host_memory_bytes", lambda: free_gib * gib)
-        size = device_facts.device_facts(GPU, SPPOConfig()).host_memory_bytes
+        size = device_facts.device_facts(GPU, SPPOConfig()).memory_bytes["host"]
         assert size is not None
         return size / gib
 
@@ -129,7 +130,7 @@ def test_host_resident_bytes_are_not_counted_twice(
     _gpu(monkeypatch)
     monkeypatch.setattr(device_facts, "free_host_memory_bytes", lambda: 56 * gib)
     rests = device_facts.device_facts(GPU, SPPOConfig(), counted_bytes=30 * gib)
-    assert rests.host_memory_bytes == (56 - 16 + 30) * gib
+    assert rests.memory_bytes["host"] == (56 - 16 + 30) * gib
 
 
 def test_processes_share_the_disk_and_what_a_plan_has_reserved_is_its_own(
@@ -141,13 +142,13 @@ def test_processes_share_the_disk_and_what_a_plan_has_reserved_is_its_own(
 
     def found(own_bytes: int = 0) -> int | None:
         facts = device_facts.device_facts(CPU, config, own_bytes={"disk": own_bytes})
-        return facts.behind_host_bytes["disk"]
+        return facts.memory_bytes["disk"]
 
     assert found() == 1000
     assert found(own_bytes=300) == 1300
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert found(own_bytes=300) == 550
-    assert not device_facts.device_facts(CPU, SPPOConfig()).behind_host_bytes
+    assert "disk" not in device_facts.device_facts(CPU, SPPOConfig()).memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_a_share_of_the_device_that_the_script_has_set_is_kept_and_planned_with(
     allocator = _Allocator(monkeypatch, 80 * gib)
 
     def found(**settings: Any) -> int | None:
-        return device_facts.device_facts(GPU, SPPOConfig(**settings)).device_memory_bytes
+        return device_facts.device_facts(GPU, SPPOConfig(**settings)).memory_bytes["device"]
 
     everything = found()
     device_facts.reserve_driver_memory(GPU, 2 * gib)

@@ -569,7 +569,7 @@ def test_an_impossible_folder_name_is_refused(
 def _ask_for_free_bytes(directory: Path) -> None:
     """Look up the free bytes of a folder, as planning does first."""
     config = SPPOConfig(offload_dir=str(directory))
-    if device_facts(torch.device("cpu"), config).behind_host_bytes["disk"]:
+    if device_facts(torch.device("cpu"), config).memory_bytes["disk"]:
         StoreFolder(directory)  # a parent's free bytes are as good; the folder itself is not made
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
+from sppo_hf.planning.activation_modes import KEEP, ActivationMode, Saved, all_modes
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, LayerModes, Order
@@ -65,6 +65,21 @@ def slow_cost(shape: ModelShape, **changes: Any) -> ModelCost:
         "disk_read_bytes_per_second": 2e8,
     }
     return ModelCost(shape=shape, profile=changed(**{**figures, **changes}), dtype_name="bfloat16")
+
+
+def saved_bytes(cost: ModelCost, layer: int, tokens: int, saved: Saved = "whole") -> int:
+    """What a layer of a model without states saves over some tokens of one row."""
+    return tokens * cost.shape.activation_bytes_per_token(layer, saved)
+
+
+def kv_bytes(cost: ModelCost, layer: int, tokens: int) -> int:
+    """K/V of some tokens of one row."""
+    return tokens * cost.shape.kv_bytes_per_token(layer)
+
+
+def dkv_bytes(cost: ModelCost, layer: int, tokens: int) -> int:
+    """Sums of dK/dV of some tokens of one row."""
+    return tokens * cost.shape.dkv_bytes_per_token(layer)
 
 
 def decided(
@@ -133,7 +148,7 @@ def runs(
     base = decided(bounds, draw(any_modes(len(bounds), layers)), layers=layers)
     largest = max(
         (
-            cost.activation_bytes(layer, end - start, base.mode(layer, chunk).saved)
+            saved_bytes(cost, layer, end - start, base.mode(layer, chunk).saved)
             for chunk, (start, end) in enumerate(bounds)
             for layer in range(layers)
         ),

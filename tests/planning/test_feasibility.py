@@ -21,7 +21,6 @@ from sppo_hf.planning.feasibility import (
     PolicyResult,
     assess_request,
     compare_policies,
-    longest,
     plan_for,
     request_for,
     search_longest,
@@ -405,11 +404,6 @@ def test_a_straight_line_takes_few_tries() -> None:
     found = search_longest(missing, step_tokens=1024, most_tokens=2**27, known_tokens=131_072)
     assert found == Found(370_688, 371_712)
     assert len(tried) <= 5
-
-
-@pytest.mark.parametrize("most", [0, 1, 5, 1000, 4097])
-def test_longest_finds_the_last_that_is_possible(most: int) -> None:
-    assert longest(lambda tokens: tokens - most * 1024) == most * 1024
 
 
 @pytest.mark.parametrize(

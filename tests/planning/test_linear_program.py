@@ -12,7 +12,6 @@ from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.linear_program import (
-    LayerKinds,
     LinearProgram,
     Mix,
     Rows,
@@ -22,13 +21,21 @@ from sppo_hf.planning.linear_program import (
     minimise,
 )
 from sppo_hf.planning.lowering import compute_seconds, estimate, lower
-from sppo_hf.planning.memory import Budgets, Cause
+from sppo_hf.planning.memory import Budgets, Cause, byte_tables
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.policies import uniform_modes
 from sppo_hf.planning.tiers import TIERS
 from tests.planning.modes import OFFLOAD, RECOMPUTE
 from tests.planning.shapes import llama_config, shape_of
-from tests.planning.situations import decided, falling_bounds, runs, slow_cost, small_shape
+from tests.planning.situations import (
+    decided,
+    falling_bounds,
+    kv_bytes,
+    runs,
+    saved_bytes,
+    slow_cost,
+    small_shape,
+)
 from tests.sweeps import examples
 
 NO_LIMIT = Budgets(device=None, host=None, disk=None)
@@ -47,12 +54,6 @@ def optimum(
     return mix
 
 
-def test_kinds_of_layers() -> None:
-    kinds = LayerKinds.of(slow_cost(small_shape(5, window=100)))
-    assert kinds.members == ((0, 2, 4), (1, 3))
-    assert kinds.representative == (4, 3)
-
-
 @pytest.mark.parametrize("window", [None, 100])
 def test_counts_are_all_layers(window: int | None) -> None:
     cost = slow_cost(small_shape(5, window=window))
@@ -62,11 +63,11 @@ def test_counts_are_all_layers(window: int | None) -> None:
     everything = estimate(cost.shape, what).device
     budget = everything.total - everything[Cause.ACTIVATIONS] // 3
     mix = optimum(what, cost, Budgets(device=budget, host=None, disk=None))
-    kinds = LayerKinds.of(cost)
-    assert mix.counts.shape == (4, len(kinds.members), len(all_modes()))
+    kinds = [5] if window is None else [3, 2]
+    assert mix.counts.shape == (4, len(kinds), len(all_modes()))
     assert mix.counts.min() > -1e-9
     sums = mix.counts.sum(axis=2)
-    assert sums == pytest.approx(np.tile([len(m) for m in kinds.members], (4, 1)))
+    assert sums == pytest.approx(np.tile(kinds, (4, 1)))
 
 
 def test_with_room_for_all_nothing_moves_and_nothing_runs_again() -> None:
@@ -135,7 +136,7 @@ def test_a_mode_fits_by_the_program_from_the_estimates_peak_on(order: Order) -> 
         (shape(2, vocab_size=100_000), rising),
     ):
         cost, layers = slow_cost(model), len(model.layers)
-        ahead = 2 * cost.activation_bytes(0, bounds[-1][1] - bounds[-1][0], "whole")
+        ahead = 2 * saved_bytes(cost, 0, bounds[-1][1] - bounds[-1][0])
         for mode, above in ((KEEP, 1.001), (RECOMPUTE, 1.001), (OFFLOAD, 1.2)):
             what = replace(
                 decided(bounds, mode, layers=layers, tile_tokens=24_576, order=order),
@@ -155,7 +156,7 @@ def test_a_mode_fits_by_the_program_from_the_estimates_peak_on(order: Order) -> 
 def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> None:
     for rate, preferred in ((1e12, OFFLOAD), (1e5, RECOMPUTE)):
         cost = slow_cost(small_shape(), d2h_bytes_per_second=rate, h2d_bytes_per_second=rate)
-        frame = cost.activation_bytes(0, 768, "whole")
+        frame = saved_bytes(cost, 0, 768)
         what = decided(
             falling_bounds(6), max_pending_d2h_bytes=2 * frame, max_prefetch_bytes=2 * frame
         )
@@ -173,7 +174,7 @@ def test_free_copies_are_preferred_to_recomputation_and_slow_ones_are_not() -> N
 def test_the_optimum_bounds_every_simulation(run: tuple[ModelCost, Decisions]) -> None:
     cost, what = run
     largest = max(
-        cost.activation_bytes(layer, end - start, "whole")
+        saved_bytes(cost, layer, end - start)
         for start, end in what.bounds
         for layer in range(what.num_layers)
     )
@@ -181,7 +182,7 @@ def test_the_optimum_bounds_every_simulation(run: tuple[ModelCost, Decisions]) -
     leave = what.max_pending_d2h_bytes or 2 * largest
     if what.by_layer:
         # Keys of a layer leave in one.
-        leave += max(cost.kv_bytes(layer, what.total_tokens) for layer in range(what.num_layers))
+        leave += max(kv_bytes(cost, layer, what.total_tokens) for layer in range(what.num_layers))
     what = replace(
         what,
         max_pending_d2h_bytes=leave,
@@ -209,9 +210,9 @@ def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
                 tokens = sum(lengths[c] for c in chunks if what.mode(layer, c) == mode)
                 fix(layer, group * len(modes) + index, tokens / mean)
             fix(layer, len(groups) * len(modes) + ways.index(kv_mode), 1.0)
-    kinds = LayerKinds.of(cost)
+    kinds = byte_tables(cost.shape, what, cost.profile.kind).members
     for chunk, row in enumerate(() if what.by_layer else what.layer_modes):
-        for kind, members in enumerate(kinds.members):
+        for kind, members in enumerate(kinds):
             for index, mode in enumerate(modes):
                 count = sum(row[layer] == mode for layer in members)
                 fix(chunk, kind * len(modes) + index, count)
@@ -222,7 +223,7 @@ def _fixed_seconds(what: Decisions, cost: ModelCost) -> float:
 
 def test_the_bound_is_near() -> None:
     cost = slow_cost(small_shape(16), d2h_bytes_per_second=2e8, h2d_bytes_per_second=2e8)
-    frame = cost.activation_bytes(0, 800, "whole")
+    frame = saved_bytes(cost, 0, 800)
     what = decided(
         falling_bounds(8),
         uniform_modes(8, 16, OFFLOAD),

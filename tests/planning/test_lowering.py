@@ -25,7 +25,7 @@ from sppo_hf.planning.lowering import (
     estimate,
     lower,
 )
-from sppo_hf.planning.memory import Cause, MemoryEstimate
+from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.tiers import TIERS, Tier
 from sppo_hf.schedule.actions import Action
 from tests.planning.modes import OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
@@ -35,9 +35,12 @@ from tests.planning.situations import (
     MIB,
     bounds_of,
     decided,
+    dkv_bytes,
     falling_bounds,
+    kv_bytes,
     on_host,
     runs,
+    saved_bytes,
     slow_cost,
     small_shape,
 )
@@ -73,7 +76,7 @@ def actions_of(what: Decisions, cost: ModelCost) -> ActionQueues:
 
 
 def frame(cost: ModelCost, tokens: int = 512) -> int:
-    return cost.activation_bytes(0, tokens, "whole")
+    return saved_bytes(cost, 0, tokens)
 
 
 def in_order(what: Decisions) -> list[tuple[int, int]]:
@@ -120,26 +123,6 @@ def by_layer(*kv_modes: KVMode, mode: ActivationMode = KEEP) -> Decisions:
     return decided(TWO_BY_TWO, mode, layers=2, order="by_layer", kv_modes=kv_modes)
 
 
-def test_estimates_are_shared_by_equal_decisions_alone() -> None:
-    cost = slow_cost(small_shape(2))
-    what = by_layer("host", "device", mode=OFFLOAD)
-    assert lower(replace(what), cost).estimate is lower(what, cost).estimate
-    size = frame(cost)
-    for changes in (
-        {"layer_modes": by_layer(mode=RECOMPUTE).layer_modes},
-        {"kv_modes": ("device", "device")},
-        {"max_prefetch_bytes": 3 * size},
-        {"max_pending_d2h_bytes": 3 * size},
-        {"layer_modes": by_layer(mode=DISK).layer_modes, "staging_bytes": 9 * MIB},
-        {"order": "by_chunk", "kv_modes": (), "prefetch_chunks": 1},
-    ):
-        program = lower(replace(what, **changes), cost)
-        assert program.estimate is not lower(what, cost).estimate
-        made = MemoryEstimate(program.points, program.standing, program.levels)
-        for tier in TIERS:
-            assert (program.estimate.total(tier) == made.total(tier)).all(), (changes, tier)
-
-
 def test_weights_on_the_host_by_hand() -> None:
     shape = on_host(small_shape(4), weights=True)
     cost = slow_cost(shape, host_update_bytes_per_second=1e9)
@@ -169,7 +152,7 @@ def test_weights_on_the_host_by_hand() -> None:
 
 def test_keys_by_layer_by_hand() -> None:
     cost = slow_cost(small_shape(2))
-    chunk, sums = cost.kv_bytes(0, 512), cost.dkv_bytes(0, 512)
+    chunk, sums = kv_bytes(cost, 0, 512), dkv_bytes(cost, 0, 512)
 
     def held(tier: Tier, cause: Cause, *kv_modes: KVMode) -> list[int]:
         levels = lower(by_layer(*kv_modes, mode=RECOMPUTE), cost).levels[tier]
@@ -318,7 +301,7 @@ def test_streamed_keys_by_hand() -> None:
     assert seconds_of(resources, first) == pytest.approx(3 * seconds_of(resources, forward))
     # Sums that leave after the last chunk are those of the tokens before it.
     out = seconds_of(resources, Action.parse("0O1.0#1"))
-    assert out == pytest.approx(cost.d2h_seconds(cost.dkv_bytes(0, 512), both=True))
+    assert out == pytest.approx(cost.d2h_seconds(dkv_bytes(cost, 0, 512), both=True))
 
 
 def test_windows_stream_what_is_seen() -> None:
@@ -376,7 +359,7 @@ def test_the_engine_prefetches_where_the_program_does(run: tuple[ModelCost, Deci
         mode, (start, end) = what.mode(layer, chunk), what.bounds[chunk]
         if mode == KEEP:
             continue
-        size = cost.activation_bytes(layer, end - start, mode.saved)
+        size = saved_bytes(cost, layer, end - start, mode.saved)
         frames[chunk, layer] = _Frame([_Handle(at, size)] if mode.offload else [])
         # By layer a layer's keys have the number behind its frames.
         number = at + layer * what.by_layer
@@ -431,7 +414,7 @@ def test_windows_of_the_look_ahead(run: tuple[ModelCost, Decisions]) -> None:
 
     def size(chunk: int, layer: int) -> int:
         start, end = what.bounds[chunk]
-        return cost.activation_bytes(layer, end - start, what.mode(layer, chunk).saved)
+        return saved_bytes(cost, layer, end - start, what.mode(layer, chunk).saved)
 
     away = [
         (chunk, layer)
@@ -618,9 +601,9 @@ def test_kept_frames_by_hand() -> None:
     cost = slow_cost(small_shape(2))
     what = decided(TWO_BY_TWO, layers=2)
     causes = lower(what, cost).simulate(with_bytes=True).curves_by_cause("device")
-    assert max(held for _, held in causes["frames"]) == 2 * cost.activation_bytes(0, 1024, "whole")
-    assert max(held for _, held in causes["kv"]) == 2 * cost.kv_bytes(0, 1024)
-    assert max(held for _, held in causes["dkv"]) == 2 * cost.dkv_bytes(0, 512)
+    assert max(held for _, held in causes["frames"]) == 2 * saved_bytes(cost, 0, 1024)
+    assert max(held for _, held in causes["kv"]) == 2 * kv_bytes(cost, 0, 1024)
+    assert max(held for _, held in causes["dkv"]) == 2 * dkv_bytes(cost, 0, 512)
 
 
 def test_copies_by_hand() -> None:
@@ -644,5 +627,5 @@ def test_what_recomputed_frames_keep_on_a_cpu_goes_chunk_by_chunk() -> None:
         StepProgram(what, cost.shape, kind).levels["device"][Cause.INPUTS].after[-3:-1].tolist()
         for kind in ("cuda", "cpu")
     ]
-    one = cost.activation_bytes(0, 512, "inputs")
+    one = saved_bytes(cost, 0, 512, "inputs")
     assert sizes == [[2 * one, one], [2 * one, 2 * one]]

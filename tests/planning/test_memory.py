@@ -143,9 +143,9 @@ def test_kept_frames_peak_where_forward_ends() -> None:
     shape = SHAPE
     assert predicted.moment == "start of backward of chunk 2 of 2"
     assert predicted.device["frames"] == 32 * 1000 * shape.activation_bytes_per_token(0)
-    assert predicted.device["kv"] == 1000 * shape.kv_bytes_per_token()
+    assert predicted.device["kv"] == 1000 * 32 * shape.kv_bytes_per_token(0)
     # Of the layer whose backward begins, the keys of the chunk before.
-    assert predicted.device["dkv"] == 600 * shape.dkv_bytes_per_token() // 32
+    assert predicted.device["dkv"] == 600 * shape.dkv_bytes_per_token(0)
     assert predicted.device["skeletons"] == predicted.host.total == 0
 
 
@@ -155,7 +155,7 @@ def test_offloaded_skeletons_leave_kv_and_dkv_on_the_device() -> None:
     # Nothing shrinks while the last chunk goes backward, so its end is the peak: by then all
     # layers hold dK/dV of the 500 tokens before it.
     assert predicted.moment == "end of backward of chunk 2 of 2"
-    assert predicted.device["dkv"] == 500 * shape.dkv_bytes_per_token()
+    assert predicted.device["dkv"] == 500 * 32 * shape.dkv_bytes_per_token(0)
     assert predicted.device["frames"] == predicted.device["skeletons"] == 0
     assert predicted.host["skeletons"] == 32 * 1000 * shape.layers[0].inputs_bytes
     assert predicted.host["frames"] == 0
@@ -231,6 +231,13 @@ def test_rows_scale_what_rows_hold(ends: list[int], rows: int, mode: ActivationM
     ]
     assert frames[1] == rows * frames[0]
     assert many.device["weights"] == one.device["weights"]
+
+
+def test_each_row_saves_the_states_of_a_chunk() -> None:
+    layers = tuple(replace(layer, state_bytes=4096) for layer in SHAPE.layers)
+    shapes = SHAPE, replace(SHAPE, layers=layers)
+    plain, recurrent = (byte_tables(s, decided(KEEP, rows=2), "cuda").saved for s in shapes)
+    assert (recurrent - plain == 2 * 4096).all()
 
 
 def test_attentions_backward_on_cuda() -> None:

@@ -36,7 +36,7 @@ def test_llama_8b() -> None:
     shape = shape_of(llama_config())
     assert shape.total_parameters == 8_030_261_248
     assert shape.weight_bytes == 2 * shape.total_parameters
-    assert shape.kv_bytes_per_token() == 32 * 2 * 8 * 128 * 2
+    assert shape.kv_bytes_per_token(0) == 2 * 8 * 128 * 2
     assert shape.dkv_bytes_per_token(0) == 2 * shape.kv_bytes_per_token(0)
     assert sum(layer.attention_flops_per_key for layer in shape.layers) == 32 * 4 * 4096
     assert shape.linear_flops_per_token() == pytest.approx(2 * 7.5e9, rel=0.01)

@@ -31,7 +31,7 @@ from sppo_hf.schedule.validate import validate
 from tests.planning.moments import peak_by_cause
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
-from tests.planning.situations import decided
+from tests.planning.situations import decided, dkv_bytes, kv_bytes
 
 SHAPE = shape_of(llama_config(), dtype_bytes=2)
 COST = ModelCost(shape=SHAPE, profile=PROFILE, dtype_name="bfloat16")
@@ -195,8 +195,8 @@ def test_frames_go_on_behind_the_host() -> None:
     assert timeline.curve("0.host")[-1][1] == timeline.curve("0.disk")[-1][1] == 0
     layers, sums = far.stages[0], 0
     for start, _ in bounds_of(8):
-        sums += sum(COST.dkv_bytes(i, start) for i in layers)
-    keys = sum(COST.kv_bytes(i, TOKENS) for i in layers)
+        sums += sum(dkv_bytes(COST, i, start) for i in layers)
+    keys = sum(kv_bytes(COST, i, TOKENS) for i in layers)
     written = COST.store_seconds("disk", there + keys + sums)
     assert timeline.busy_seconds("0.store") == pytest.approx(written)
     kinds = [action.kind for action in lowered.ranks[0]]
@@ -321,7 +321,7 @@ def test_keys_and_values_that_wait_on_the_host(name: str, rows: int) -> None:
     schedule, costs = made(name, size, saved="inputs", kv_tier="host")
     timeline = run(schedule, costs)
     for rank, layers in enumerate(costs.stages):
-        kv = sum(COST.kv_bytes(i, TOKENS) for i in layers)
+        kv = sum(kv_bytes(COST, i, TOKENS) for i in layers)
         held = timeline.curves_by_cause(f"{rank}.host")
         most = {cause: max(n for _, n in held[cause]) for cause in ("kv", "dkv")}
         assert kv <= most["kv"] <= rows * kv
@@ -344,10 +344,10 @@ def test_what_a_unit_streams_runs_beside_it_and_holds_up_what_follows() -> None:
     )
     layers = away.stages[0]
     start, end = bounds_of(4)[2]
-    prefix = sum(cost.kv_bytes(i, start) for i in layers)
+    prefix = sum(kv_bytes(cost, i, start) for i in layers)
     forward, into = Action("F", 0, 2), Action("K", 0, 2, None, 0)
     assert away.seconds(into) == pytest.approx(prefix / 1e8)
-    whole = sum(cost.kv_bytes(i, end) + cost.dkv_bytes(i, end) for i in layers)
+    whole = sum(kv_bytes(cost, i, end) + dkv_bytes(cost, i, end) for i in layers)
     assert away.seconds(Action("K", 0, 2, None, 1)) == pytest.approx(whole / 1e8)
     assert away.seconds(forward) == here.seconds(forward) < away.seconds(into)
     # Nothing comes in for the first chunk's forward.

@@ -18,9 +18,9 @@ from tests.planning.moments import moments_of
 from tests.planning.questions import question
 from tests.planning.shapes import llama_config, shape_of
 
-CPU = DeviceFacts(kind="cpu", name="a CPU", device_memory_bytes=2**40, host_memory_bytes=2**40)
+CPU = DeviceFacts(kind="cpu", name="a CPU", memory_bytes={"device": 2**40, "host": 2**40})
 CUDA = DeviceFacts(
-    kind="cuda", name="a GPU", device_memory_bytes=80 * 2**30, host_memory_bytes=256 * 2**30
+    kind="cuda", name="a GPU", memory_bytes={"device": 80 * 2**30, "host": 256 * 2**30}
 )
 
 
@@ -111,7 +111,7 @@ def test_on_a_cpu_keys_are_kept_where_that_takes_little_more_and_fits() -> None:
     kept = plan(device=CPU, **asked)
     assert kept.kv_modes == ("device",) * 32
     too_little = kept.estimate.device.total - 1
-    again = plan(device=replace(CPU, device_memory_bytes=too_little), **asked)
+    again = plan(device=replace(CPU, memory_bytes={"device": too_little}), **asked)
     assert fits(again.estimate, again.budgets)
     assert again.kv_modes == ("recompute",) * 31 + ("device",)
     # Nor is a budget of the user's refused that some place of K/V keeps to.
@@ -244,7 +244,11 @@ def test_warnings() -> None:
 
 
 AUTO = {"weights": "auto", "optimizer": "auto"}
-FAST = replace(CUDA, host_memory_bytes=512 * 2**30, profile=load_profile("h100"))
+FAST = replace(
+    CUDA,
+    memory_bytes={"device": 80 * 2**30, "host": 512 * 2**30},
+    profile=load_profile("h100"),
+)
 
 
 def places(made: Plan) -> str:
@@ -346,15 +350,18 @@ def test_what_would_fit_without_groups_of_rows_is_said() -> None:
 
 
 SHALLOW = {"num_hidden_layers": 4}
-LITTLE = replace(FAST, device_memory_bytes=15 * 2**30, host_memory_bytes=5 * 2**30)
+
+
+def little(host: int = 5) -> DeviceFacts:
+    return replace(FAST, memory_bytes={"device": 15 * 2**30, "host": host * 2**30})
 
 
 @pytest.mark.parametrize(("refusal", "host"), [(None, 5), ("", 10)], ids=["layer", "chunk"])
 def test_attention_runs_again_where_nothing_fits_otherwise(refusal: str | None, host: int) -> None:
     asked = {"total_tokens": 131_072, "num_chunks": 32, "model": SHALLOW}
     asked["by_layer_refusal"] = refusal
-    device = replace(LITTLE, host_memory_bytes=host * 2**30)
-    roomy = plan(device=replace(LITTLE, host_memory_bytes=64 * 2**30), **asked)
+    device = little(host)
+    roomy = plan(device=little(64), **asked)
     assert not roomy.program().reruns_attention.any()
     made = plan(device=device, **asked)
     assert fits(made.estimate, made.budgets)
@@ -382,7 +389,7 @@ def test_attention_runs_again_where_nothing_fits_otherwise(refusal: str | None, 
 )
 def test_where_attention_never_runs_again(changes: dict[str, Any]) -> None:
     asked = {"total_tokens": 131_072, "num_chunks": 32, "model": SHALLOW}
-    made = plan(device=LITTLE, **asked, **changes)
+    made = plan(device=little(), **asked, **changes)
     assert not made.program().reruns_attention.any()
     assert not any("attention_once" in said for said in made.warnings)
 

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from sppo_hf.planning.activation_modes import KEEP, ActivationMode, all_modes
 from sppo_hf.planning.policies import sppo_modes, sppo_ratios, spread, spread_kinds, uniform_modes
 from tests.planning.modes import OFFLOAD, RECOMPUTE
-from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
+from tests.planning.situations import (
+    decided,
+    falling_bounds,
+    saved_bytes,
+    slow_cost,
+    small_shape,
+)
 
 
 def test_uniform() -> None:
@@ -60,7 +66,7 @@ def test_sppo_moves_what_one_chunk_can_copy() -> None:
     assert 0 < counts[0] < 40
     assert counts[:-1] == sorted(counts[:-1])
     for (start, end), count in zip(bounds[:-1], counts, strict=False):
-        frame = cost.activation_bytes(0, end - start, "whole")
+        frame = saved_bytes(cost, 0, end - start)
         assert count * frame == pytest.approx(min(threshold, 40 * frame), abs=0.5 * frame + 1)
     assert {mode for row in modes for mode in row} == {KEEP, OFFLOAD}
 

@@ -12,7 +12,14 @@ from sppo_hf.planning.prediction import MeasuredStep, Prediction, learn, predict
 from sppo_hf.planning.solve import simulate_plan
 from sppo_hf.reporting.plan_tables import comparison_table
 from tests.planning.modes import OFFLOAD, shown
-from tests.planning.situations import decided, falling_bounds, slow_cost, small_shape
+from tests.planning.situations import (
+    decided,
+    falling_bounds,
+    kv_bytes,
+    saved_bytes,
+    slow_cost,
+    small_shape,
+)
 from tests.planning.synthetic import mixed_plan
 
 WHAT = decided(falling_bounds(6), OFFLOAD, max_pending_d2h_bytes=2**20, max_prefetch_bytes=2**20)
@@ -85,15 +92,11 @@ def test_all_slower_alike_is_not_worth_a_new_plan() -> None:
 def test_copied_bytes_count_every_frame_and_every_block() -> None:
     cost = slow_cost(small_shape())
     said = predicted(cost)
-    frames = sum(
-        cost.activation_bytes(layer, length, "whole")
-        for length in WHAT.chunk_lengths
-        for layer in range(4)
-    )
+    frames = sum(saved_bytes(cost, i, length) for length in WHAT.chunk_lengths for i in range(4))
     assert said.d2h_bytes == said.h2d_bytes == frames
     streamed = predicted(cost, replace(WHAT, kv_tier="host", kv_block_tokens=1024))
     # Keys leave once, sums once for every later chunk; both come back for every chunk that reads.
-    assert streamed.d2h_bytes > frames + 4 * cost.kv_bytes(0, WHAT.total_tokens)
+    assert streamed.d2h_bytes > frames + 4 * kv_bytes(cost, 0, WHAT.total_tokens)
     assert streamed.h2d_bytes > streamed.d2h_bytes
 
 

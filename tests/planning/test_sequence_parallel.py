@@ -13,7 +13,7 @@ from sppo_hf.planning.cluster import ClusterRequest, layouts, simulate_layout, s
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.lowering import StepProgram
-from sppo_hf.planning.memory import CAUSE_OF_SAVED, Budgets, Cause
+from sppo_hf.planning.memory import CAUSE_OF_SAVED, Budgets, Cause, byte_tables
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.pipeline_cost import PipelineCost, extra_shared_unit_bytes
 from sppo_hf.planning.plan import PlanRequest, make_plan
@@ -24,6 +24,7 @@ from sppo_hf.schedule.timeline import Timeline
 from tests.planning.moments import peak_by_cause
 from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
+from tests.planning.situations import decided
 
 CONFIG = llama_config(
     hidden_size=1024,
@@ -55,21 +56,17 @@ def run(name: str, size: Size, cost: ModelCost, **changes: object) -> tuple[Pipe
 
 @pytest.mark.parametrize(("sp", "kv_heads"), [(2, 1), (4, 1), (8, 1), (3, 2)])
 def test_bytes_of_a_layer_are_divided(sp: int, kv_heads: int) -> None:
-    one = shared(sp)
     tokens = 24_000
-    assert (
-        one.activation_bytes(1, tokens, "inputs")
-        == COST.activation_bytes(1, tokens, "inputs") // sp
-    )
+    decisions = decided(((0, tokens), (tokens, 2 * tokens)), layers=SHAPE.num_layers)
+    one, all_ranks = (byte_tables(cost.shape, decisions, "cuda") for cost in (shared(sp), COST))
+    inputs, whole = (all_ranks.activations(saved)[0, 1] for saved in ("inputs", "whole"))
+    assert one.activations("inputs")[0, 1] == inputs // sp
     # What attention returns is saved as its heads of all tokens, too.
     heads = -(-8 // sp) * 128 * tokens * 2
-    assert (
-        one.activation_bytes(1, tokens, "whole")
-        == COST.activation_bytes(1, tokens, "whole") // sp + heads
-    )
+    assert one.activations("whole")[0, 1] == whole // sp + heads
     # Of 2 K/V heads; those that several ranks read are on each of them.
-    assert one.kv_bytes(1, tokens) * 2 == COST.kv_bytes(1, tokens) * kv_heads
-    assert one.dkv_bytes(1, tokens) * 2 == COST.dkv_bytes(1, tokens) * kv_heads
+    assert (one.kv * 2 == all_ranks.kv * kv_heads).all()
+    assert (one.dkv * 2 == all_ranks.dkv * kv_heads).all()
 
 
 def test_all_to_alls_move_what_ulysses_says() -> None:

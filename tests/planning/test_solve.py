@@ -24,6 +24,7 @@ from sppo_hf.planning.solve import (
     Solution,
     _fit_lookahead,
     _mode_sets,
+    _solve_mix,
     fits,
     fixed_policies,
     kv_modes_of,
@@ -50,6 +51,7 @@ from tests.planning.situations import (
     costs,
     decided,
     falling_bounds,
+    saved_bytes,
     slow_cost,
     small_shape,
 )
@@ -145,7 +147,6 @@ def test_within_budgets_and_never_worse_than_a_fixed_policy(
     assert slower <= HOST_PRICE * (held - predicted.host.total) / (budgets.host or held or 1)
     assert not list(over_budget(predicted, budgets))
     assert light.decisions.bounds == base.bounds
-    assert light.bound_seconds == found.bound_seconds
 
 
 @given(problem=problems())
@@ -190,6 +191,16 @@ def test_a_plan_that_need_not_be_the_fastest_is_so_where_it_is_fast_enough() -> 
     assert slow.policy != "solver"
     assert slow.step_seconds > best.step_seconds
     assert fits(estimate(cost.shape, slow.decisions), budgets)
+
+
+def test_keys_of_an_only_layer_stay_where_all_others_must_leave() -> None:
+    cost, budgets = slow_cost(small_shape(1)), Budgets(device=4 * GIB, host=4 * GIB)
+    choices = Choices(saved=("whole",), kv_tiers=("host",))
+    base = decided(((0, 512), (512, 1024)), OFFLOAD, layers=1, order="by_layer")
+    placed = with_kv(base, "host", cost.shape, budgets, "cuda")
+    light = reduce_host_memory(cost, simulate_plan(placed, cost, policy=""), budgets, choices)
+    assert light.decisions.kv_modes == ("device",)
+    assert light.decisions.layer_modes == decided(base.bounds, layers=1).layer_modes
 
 
 def test_without_host_memory_there_is_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +248,7 @@ def test_budgets_are_lowered_by_what_holds_something() -> None:
 
 def test_the_latest_frames_stay_where_no_other_tier_has_room() -> None:
     cost, base = slow_cost(small_shape(4)), decided(((0, 512), (512, 1024), (1024, 1536)))
-    frame = cost.activation_bytes(0, 512, "inputs")
+    frame = saved_bytes(cost, 0, 512, "inputs")
     budgets = Budgets(device=None, host=256 * MIB, disk=6 * frame)
     choices = Choices(tiers=("device", "disk"))
     rows = min_memory(cost, base, budgets, choices).layer_modes
@@ -248,7 +259,7 @@ def test_the_latest_frames_stay_where_no_other_tier_has_room() -> None:
 def test_tiers_are_filled_to_the_last_byte() -> None:
     cost = slow_cost(small_shape(4))
     base = decided(((0, 512), (512, 1024), (1024, 1536)), staging_bytes=MIB)
-    frame = cost.activation_bytes(0, 512, "inputs")
+    frame = saved_bytes(cost, 0, 512, "inputs")
     budgets = Budgets(device=None, host=MIB + 6 * frame, disk=6 * frame)
     cost = replace(cost, profile=replace(cost.profile, kind="cpu"))
     rows = min_memory(cost, base, budgets, Choices(tiers=("host", "disk"))).layer_modes
@@ -289,7 +300,7 @@ def test_more_is_on_its_way_only_where_room_is_left(
 def test_room_that_is_left_is_for_more_on_its_way() -> None:
     cost = slow_cost(small_shape(16))
     bounds = tuple((512 * chunk, 512 * (chunk + 1)) for chunk in range(4))
-    base, frame = decided(bounds, layers=16), cost.activation_bytes(0, 512, "whole")
+    base, frame = decided(bounds, layers=16), saved_bytes(cost, 0, 512)
     what = with_lookahead(cost, base, uniform_modes(4, 16, OFFLOAD), units=2)
     room = round(3 * frame * (1 + FRAGMENTATION["cuda"]))
     found = _fit_lookahead(cost, what, Budgets(device=device_bytes(cost, what) + room))
@@ -422,10 +433,14 @@ def test_sixty_four_chunks_of_eighty_layers_in_time(
     base = Batch(batch_rows=1, tile_tokens=512, training=True).decisions(bounds, 80)
     budgets = Budgets(device=device * GIB, host=host * GIB, disk=disk * GIB)
     begun = time.process_time()
-    found = solve(cost, base, budgets, Choices(tiers=tiers, kv_tiers=tiers))
+    choices = Choices(tiers=tiers, kv_tiers=tiers)
+    found = solve(cost, base, budgets, choices)
     assert time.process_time() - begun < 4.0
     assert isinstance(found, Solution)
-    assert found.step_seconds < 1.02 * found.bound_seconds
+    sets = _mode_sets(shape, found.decisions, choices)
+    mixes = (_solve_mix(cost, found.decisions, budgets, *modes) for modes in sets)
+    optimum_seconds = next(mix[1] for mix in mixes if mix is not None)
+    assert found.step_seconds < 1.02 * optimum_seconds
 
 
 @given(cost=costs(), bounds=bounds_of())

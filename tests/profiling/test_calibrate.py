@@ -55,7 +55,7 @@ def test_every_figure_is_filled(quick: tuple[HardwareProfile, Told]) -> None:
     assert profile.disk_bytes
     assert profile.offload_dir
     assert Path(profile.offload_dir).is_absolute()
-    assert profile.host_bytes == facts.host_memory_bytes
+    assert profile.host_bytes == facts.memory_bytes["host"]
     assert profile.pinned_bytes is None, "a CPU pins nothing"
     assert profile.versions == device_versions(CPU)
 

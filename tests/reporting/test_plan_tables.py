@@ -31,7 +31,7 @@ from tests.planning.questions import TOO_LONG_TOKENS, answer, question
 from tests.planning.shapes import llama_config, shape_of
 
 CUDA = DeviceFacts(
-    kind="cuda", name="a GPU", device_memory_bytes=80 * 2**30, host_memory_bytes=256 * 2**30
+    kind="cuda", name="a GPU", memory_bytes={"device": 80 * 2**30, "host": 256 * 2**30}
 )
 
 

@@ -169,11 +169,14 @@ def test_keys_come_to_all_that_lack_them_and_their_gradients_go_back(kind: str) 
 
 
 def test_a_rank_holds_its_share_of_what_it_shares() -> None:
+    def held(schedule: Schedule) -> list[float]:
+        seconds = shared_seconds(schedule, fixed_seconds())
+        return peak_units(schedule, simulate_pipeline(schedule, seconds=seconds))
+
     schedule = msp(2, 4)
-    timeline = simulate_pipeline(schedule, seconds=shared_seconds(schedule, fixed_seconds()))
-    assert peak_units(schedule, timeline) == list(schedule.live_units) == [4, 4]
+    assert held(schedule) == [4, 4]
     assert schedule.forwards_before_backward == (4, 4)
-    assert max(msp(8, 16).live_units) < 16.6
+    assert max(held(msp(8, 16))) < 16.6
 
 
 def test_offload_is_each_ranks_own() -> None:

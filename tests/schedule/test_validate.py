@@ -37,7 +37,7 @@ def is_valid(schedule: Schedule) -> bool:
 
 
 def remade(schedule: Schedule, lists: Lists) -> Schedule:
-    return Schedule(tuple(map(tuple, lists)), schedule.num_chunks)
+    return Schedule(tuple(map(tuple, lists)), schedule.chunks)
 
 
 def fault_of(schedule: Schedule) -> str:
