@@ -486,7 +486,8 @@ class ChunkRunner:
             on_device = all(mode.recompute and mode.tier == "device" for mode in modes)
             self._arena = CpuChunkArena(len(self._chunks), keep_whole_inputs=on_device)
             self._call = SlicedCall(
-                *(args, kwargs),
+                args,
+                kwargs,
                 bounds=self._call_bounds(),
                 example=self._examples[index],
                 where=where,
@@ -758,7 +759,7 @@ class ChunkRunner:
         if len(bounds) > 1:
             assert example is not None, "a call that is cut has an example"
             self._call = SlicedCall(
-                *(args, kwargs), bounds=bounds, example=example, where="the final norm"
+                args, kwargs, bounds=bounds, example=example, where="the final norm"
             )
             args, kwargs = self._call.take(0)
         self._open_norm(norm, 0, args, kwargs)
