@@ -414,6 +414,20 @@ def test_only_the_first_forward_is_run_again_and_only_once(
     assert plans.budgets == [BUDGET, int(0.95 * BUDGET), int(0.95 * BUDGET)]
 
 
+def test_plans_that_ran_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plans, ids = budgeted()
+    step(model, ids[:, :40])
+    fault = Fault()
+    PLACES["attention"](monkeypatch, model, fault)
+    fault.arm(5)
+    with pytest.warns(UserWarning, match="memory ran out"):
+        step(model, ids)
+    fault.disarm()
+    step(model, ids[:, :40])
+    step(model, ids)
+    assert plans.budgets == [BUDGET, BUDGET, int(0.95 * BUDGET)]
+
+
 def test_a_first_forward_is_run_again_with_less_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
