@@ -830,10 +830,11 @@ class ByteTables:
         classifier, whose head runs behind the last chunk, also its output; it and its gradient have
         the tokens of all ranks that share the sequence. On a CPU tokens are embedded once for the
         whole sequence, and the embeddings' gradient is assembled as a whole in backward. The two
-        integers are these bytes in forward and in backward.
+        integers are these bytes in forward and in backward. Under autocast all of them have the
+        weights' dtype.
         """
         shape = self.shape
-        token_bytes = self.training * self.rows * shape.hidden_size * shape.dtype_bytes
+        token_bytes = self.training * self.rows * shape.hidden_size * self._parameter_bytes
         whole = 0
         embedded_at_once = self.device_kind == "cpu" and not any(shape.encoded_token_bytes)
         if embedded_at_once and shape.embedding_trained:

@@ -347,6 +347,16 @@ def test_autocast_keeps_casts_of_trained_weights_until_forward_ends() -> None:
     assert moments[-1].device["weights"] == shape.weight_bytes
 
 
+def test_autocast_leaves_hidden_states_as_wide_as_the_weights() -> None:
+    training = Training(dtype_bytes=2, parameter_bytes=4)
+    wide = ModelShape.from_profile(by_hand(llama_config(), training))
+    for head_width, tensors in ((None, 2), (3, 3)):
+        tables = byte_tables(replace(wide, head_width=head_width), decided(KEEP), "cpu")
+        hidden, embedded, embedded_back = tables.hidden
+        assert sum(hidden) == tensors * 1000 * 4 * 4096
+        assert (embedded, embedded_back) == (1000 * 4 * 4096, 2 * 1000 * 4 * 4096)
+
+
 def test_wide_adapters_compute_beside_what_they_are_added_to() -> None:
     def workspace(**lora: Any) -> int:
         shape = shape_of(llama_config(), lora=LoraShape(rank=16, **lora))
