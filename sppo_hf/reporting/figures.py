@@ -44,7 +44,6 @@ SKY, YELLOW, GREY, INK = "#56B4E9", "#F0E442", "#999999", "#333333"
 KIND_COLOURS: dict[Kind, str] = {
     "F": SKY,
     "B": BLUE,
-    "R": GREY,
     "D": ORANGE,
     "H": "#B87D00",
     "S": PURPLE,
@@ -66,7 +65,7 @@ KIND_COLOURS: dict[Kind, str] = {
     "RECV_DKV": "#B4D3C8",
     "REDUCE_GRAD": RED,
 }
-DARK_KINDS: frozenset[Kind] = frozenset({"B", "I", "H", "L", "R", "O", "P", "SEND_B"})
+DARK_KINDS: frozenset[Kind] = frozenset({"B", "I", "H", "L", "O", "P", "SEND_B"})
 """Kinds with dark colours, which get white letters."""
 
 FINEST = 1 / 2000

@@ -14,7 +14,7 @@ from sppo_hf.errors import ScheduleError
 
 # fmt: off
 Kind = Literal[
-    "F", "B", "I", "W", "R", "D", "H", "S", "L", "K", "O", "P", "G", "U",
+    "F", "B", "I", "W", "D", "H", "S", "L", "K", "O", "P", "G", "U",
     "SEND_F", "RECV_F", "SEND_B", "RECV_B", "SEND_KV", "RECV_KV", "SEND_DKV", "RECV_DKV",
     "REDUCE_GRAD",
 ]
@@ -26,7 +26,6 @@ KIND_NAMES: dict[Kind, str] = {
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
-    "R": "recompute",
     "D": "device to host",
     "H": "host to device",
     "S": "store",
@@ -63,7 +62,7 @@ the layers have the layer number after the last layer's."""
 KV_COPY_KINDS: frozenset[Kind] = frozenset({"K", "O"})
 """Kinds that copy K/V to or from the device while a unit runs."""
 
-COMPUTE_KINDS: frozenset[Kind] = frozenset({"F", "B", "I", "W", "R"})
+COMPUTE_KINDS: frozenset[Kind] = frozenset({"F", "B", "I", "W"})
 """Kinds that occupy the device's compute."""
 
 _WAYS = 3

@@ -328,7 +328,7 @@ class DependencyGraph:
             needed.append(self._of("D")[here])
         elif kind == "L":
             needed.append(self._of("S")[here])
-        elif kind in ("D", "SEND_F", "R"):
+        elif kind in ("D", "SEND_F"):
             needed.append(self._of("F")[here])
         elif kind == "SEND_B":
             needed.append(self._at_backward[here])

@@ -332,7 +332,6 @@ def fixed_seconds(
         "B": backward,
         "I": backward - weight,
         "W": weight,
-        "R": forward,
         "SEND_F": send,
         "SEND_B": send,
         "RECV_F": 0.0,

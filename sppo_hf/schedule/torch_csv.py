@@ -41,7 +41,7 @@ def to_torch_csv(
         ScheduleError: sends are asked for and there are none between several ranks; or an action is
             one layer's, which torch has no word for.
     """
-    kinds = COMPUTE_KINDS - {"R"}
+    kinds = COMPUTE_KINDS
     if format == "compute_comms":
         kinds |= _TRANSFERS | {"REDUCE_GRAD"}
         sent = any(action.kind in _TRANSFERS for rank in schedule.ranks for action in rank)

@@ -82,7 +82,7 @@ class _Validator:
         """Actions of the rank under `check_order` that are listed before the current one."""
         self._reduced_stages: set[int] = set()
         self._rules: dict[Kind, Callable[[Action], Iterator[_Fault]]] = {
-            **dict.fromkeys(("F", "W", "R", "D", "H"), self._dependency_faults),
+            **dict.fromkeys(("F", "W", "D", "H"), self._dependency_faults),
             **dict.fromkeys(("B", "I"), self._backward_faults),
             **dict.fromkeys(("S", "L", "K", "O"), self._copy_faults),
             **dict.fromkeys(TRANSFERS, self._transfer_faults),

@@ -211,7 +211,7 @@ def one_rank(text: str, num_chunks: int = 1) -> Schedule:
         (one_rank("0F0 0K0#0 0B0"), "0K0#0 (K/V in) is on the wrong side of its unit"),
         (one_rank("0O0#1 0F0 0B0"), "0O0#1 (K/V out) is on the wrong side of its unit"),
         (one_rank("0F0 0B0 0L0#1"), "0L0#1 (load) is on the wrong side of its unit"),
-        (one_rank("0F0 0R0.1 0B0"), "0R0.1 (recompute) has no place in a schedule over ranks"),
+        (one_rank("0F0 0D0.1 0B0"), "0D0.1 (device to host) has no place in a schedule over ranks"),
         (one_rank("0F0 0SEND_F0 0B0"), "0SEND_F0 (send activation) has no other end"),
         (one_rank("0F0 1F0 0SEND_F0"), "on the same rank. Allowed: transfers between ranks"),
         (one_rank("0F0 1F0 0B0 1B0"), "0B0 (backward) needs 1B0, its gradient; that is at rank 0"),
