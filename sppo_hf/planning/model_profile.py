@@ -261,12 +261,12 @@ def count_head_blocks(layers: Iterable[LayerProfile], pp_size: int, name: str) -
     if keys >= pp_size:
         return keys
     least = next(size for size in range(2, pp_size + 1) if queries % size)
-    allowed = range(2, max(keys + 1, least))
+    sizes = " or ".join(map(str, range(2, max(keys + 1, least))))
+    allowed, other = (f"pp_size={sizes}", "one of these, or ") if sizes else ("no pp_size", "")
     raise ConfigError(
         f"pp_msp='on' with pp_size={pp_size} lets 2 to {pp_size} ranks share units of {name}, and "
         f"{least} ranks cannot divide its {queries} attention heads, nor {pp_size} its {keys} "
-        f"key/value heads. Allowed: pp_size={' or '.join(map(str, allowed)) or 'none'} with this "
-        "model. Remedy: one of these, or pp_msp='off'."
+        f"key/value heads. Allowed: {allowed} with this model. Remedy: {other}pp_msp='off'."
     )
 
 

@@ -56,7 +56,7 @@ def test_heads_are_divided_evenly_or_by_keys() -> None:
         count_head_blocks(layers_of((4, 2)), 3, "it")
     with pytest.raises(ConfigError, match="Allowed: pp_size=2 or 3 or 4 with"):
         count_head_blocks(layers_of((28, 4)), 8, "it")
-    with pytest.raises(ConfigError, match="Allowed: pp_size=none with this model"):
+    with pytest.raises(ConfigError, match=r"Allowed: no pp_size with .* Remedy: pp_msp='off'"):
         count_head_blocks(layers_of((7, 1)), 2, "it")
 
 
