@@ -7,7 +7,7 @@ mask for images is refused.
 
 [Note: trained encoders] What they would save for backward, often more than all text, is not kept.
 They run once more when the backward of all chunks has ended, layer by layer where their layers
-support it (`torch.utils.checkpoint`), so that until then only embeddings are held. Frozen encoders
+support it (`recompute.checkpoint`), so that until then only embeddings are held. Frozen encoders
 save nothing and run once.
 """
 
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sppo_hf.engine.attention_interface import (
@@ -40,6 +39,7 @@ from sppo_hf.engine.model_parts import (
     ModelParts,
     patched_attribute,
 )
+from sppo_hf.engine.recompute import checkpoint
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.config_file import count_embedded
 
@@ -122,7 +122,7 @@ def encode(call: ForwardCall) -> EncodedInputs:
     if torch.is_grad_enabled() and train_encoders(parts):
         layers = [one for one in encoders(parts) if isinstance(one, GradientCheckpointingLayer)]
         run = functools.partial(_run_encoders, parts, given, layers)
-        seen, output_class = checkpoint(run, use_reentrant=False)
+        seen, output_class = checkpoint(run)
     else:
         seen, output_class = _run_encoders(parts, given, [])
     return EncodedInputs(_as_inputs(call, seen), output_class)
@@ -147,14 +147,13 @@ def _run_encoders(
         seen.update(arguments)
         return UnknownOutput(last_hidden_state=seen.get("inputs_embeds"))
 
-    rerun = functools.partial(checkpoint, use_reentrant=False)
     with (
         # So that masks which the base model builds say what they mean.
         attention_implementation(IMPLEMENTATION, (parts.text_config,)),
         patched_attribute("forward", {decoder: decode}),
         patched_attribute(CAPTURES, dict.fromkeys((parts.base, decoder), True)),
         patched_attribute("gradient_checkpointing", dict.fromkeys(recomputed, True)),
-        patched_attribute("_gradient_checkpointing_func", dict.fromkeys(recomputed, rerun)),
+        patched_attribute("_gradient_checkpointing_func", dict.fromkeys(recomputed, checkpoint)),
     ):
         output = parts.base(**given, use_cache=False, return_dict=True)
     return seen, type(output)

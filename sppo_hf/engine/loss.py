@@ -51,7 +51,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     MoeCausalLMOutputWithPast,
@@ -67,6 +66,7 @@ from sppo_hf.engine.model_parts import (
     without_parameter_hooks,
 )
 from sppo_hf.engine.read_tensors import ReadTensors
+from sppo_hf.engine.recompute import checkpoint
 from sppo_hf.engine.unit_graph import GraphNode
 from sppo_hf.errors import SPPOError, UnsupportedModelError
 
@@ -399,9 +399,7 @@ class ChunkedLoss:
         for start in self._starts(hidden_MD, self.tile_tokens):
             tile = slice(start, start + self.tile_tokens)
             last = frees and start == 0  # tiles run backward in reverse
-            loss, logits_MV = checkpoint(
-                run, hidden_MD[tile], labels_M[tile], last, use_reentrant=False
-            )
+            loss, logits_MV = checkpoint(run, hidden_MD[tile], labels_M[tile], last)
             reads.ignore_own_writes(versions)
             losses.append(loss)
             if self.on_logits is not None:

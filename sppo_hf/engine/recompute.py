@@ -21,9 +21,10 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -675,6 +676,33 @@ class RecomputedTile(RecomputedLayer):
         """Run the module; it has no attention and no states."""
         with self.around_layers():
             self.layer.forward(*args, **kwargs)
+
+
+_T = TypeVar("_T")
+
+
+def checkpoint(run: Callable[..., _T], *args: Any) -> _T:
+    """Return `run(*args)`, which saves its arguments alone and is run again in backward.
+
+    This is `torch.utils.checkpoint`, whose hooks of saved tensors end even if `run` raises. PyTorch
+    2.11 leaves them in place then, and what is saved later would be recomputed by this `run`.
+    """
+    is_forward = True
+    raised: list[BaseException] = []
+
+    def guarded(*args: Any) -> Any:
+        try:
+            return run(*args)
+        except BaseException as error:
+            if not is_forward:
+                raise
+            raised.append(error)
+
+    result: _T = torch.utils.checkpoint.checkpoint(guarded, *args, use_reentrant=False)
+    is_forward = False
+    if raised:
+        raise raised.pop()
+    return result
 
 
 class RandomState:
