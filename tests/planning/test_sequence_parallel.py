@@ -18,6 +18,7 @@ from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.pipeline_cost import PipelineCost, extra_shared_unit_bytes
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.stages import StageWeights
+from sppo_hf.planning.tile_sizes import kv_block_tokens, passing_bytes
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
 from sppo_hf.schedule.timeline import Timeline
@@ -67,6 +68,17 @@ def test_bytes_of_a_layer_are_divided(sp: int, kv_heads: int) -> None:
     # Of 2 K/V heads; those that several ranks read are on each of them.
     assert (one.kv * 2 == all_ranks.kv * kv_heads).all()
     assert (one.dkv * 2 == all_ranks.dkv * kv_heads).all()
+
+
+@pytest.mark.parametrize(("sp", "longer"), [(1, 1), (2, 2), (4, 2)])
+def test_blocks_of_keys_are_longer_where_a_rank_has_fewer_heads(sp: int, longer: int) -> None:
+    shape = replace(SHAPE, sp=sp)
+    facts = {"batch_rows": 1, "device_kind": "cuda", "device_bytes": None}
+    # 256 MiB of the keys and values of 2 heads of 128, in 2 bytes.
+    assert kv_block_tokens(shape, 2**20, **facts) == longer * 262_144
+    # Half of the least staging memory: the float32 sums of the keys of such a block.
+    staged = passing_bytes(shape, 1024, batch_rows=1, block_tokens=longer * 262_144)
+    assert staged == 2 * 262_144 * 2 * 2 * 128 * 4
 
 
 def test_all_to_alls_move_what_ulysses_says() -> None:
