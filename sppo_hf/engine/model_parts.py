@@ -487,9 +487,9 @@ def disable_gradient_checkpointing(model: nn.Module) -> bool:
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return False
     # The old name is deprecated in newer releases of Transformers, the new one unknown to older.
-    switch_off = getattr(model, "activation_checkpointing_disable", None) or getattr(
-        model, "gradient_checkpointing_disable", None
-    )
+    new = hasattr(model, "activation_checkpointing_disable")
+    name = "activation_checkpointing" if new else "gradient_checkpointing"
+    switch_off = getattr(model, f"{name}_disable", None)
     if switch_off is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has gradient checkpointing on and no method to switch it off. "
@@ -497,9 +497,9 @@ def disable_gradient_checkpointing(model: nn.Module) -> bool:
         )
     switch_off()
     logger.warning(
-        "gradient_checkpointing is on; SPPO switched it off in the model and recomputes by itself "
-        "(settings: recompute, offload). Set gradient_checkpointing=False to silence this (TRL's "
-        "default is True)."
+        "%s is on; SPPO switched it off in the model and recomputes by itself (settings: "
+        "recompute, offload). Set %s=False to silence this (TRL's default is True).",
+        *(name, name),
     )
     return True
 

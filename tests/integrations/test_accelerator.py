@@ -18,6 +18,7 @@ from sppo_hf.engine.convert import get_engine, is_converted
 from sppo_hf.engine.model_parts import disable_gradient_checkpointing, suppress_peft_warnings
 from sppo_hf.integrations import accelerator as accelerator_module
 from tests.integrations.training import (
+    checkpointing,
     is_checkpointing,
     make_model,
     make_rows,
@@ -278,7 +279,9 @@ def test_checkpointing_of_the_model_is_switched_off_with_a_warning(caplog):
         _accelerator().prepare(model)
     assert not is_checkpointing(model)
     assert "recomputes by itself" in caplog.text
-    assert "gradient_checkpointing=False" in caplog.text  # who left TRL's default has none to drop
+    (argument,) = checkpointing()
+    assert f"{argument} is on" in caplog.text
+    assert f"{argument}=False" in caplog.text  # who left TRL's default has none to drop
     caplog.clear()
     assert not disable_gradient_checkpointing(model)
     assert not caplog.records
