@@ -269,8 +269,9 @@ text, too" and "nor on text". A batch that is refused raises an error that says 
 Gemma 3, Gemma 4 Unified and PaliGemma let tokens of an image see each other in both directions,
 which chunks cannot do. So do checkpoints of Gemma 4 whose `text_config` has
 `use_bidirectional_attention="vision"`, its larger ones (here "gemma4-bidirectional"); Gemma 4
-without it is exact. Videos and sound were not tried. `sppo check MODEL` tries images, too. Made
-with Transformers {census["images"]["transformers"]}.
+without it is exact. `sppo check MODEL` tries images, too. Videos are exact with Qwen2.5-VL and
+Qwen3-VL, sound with Voxtral and Qwen2-Audio (`tests/engine/test_multimodal.py`); other types were
+not tried with them. Made with Transformers {census["images"]["transformers"]}.
 
 {images_markdown(census["images"]["groups"])}"""
     (root / PAGE).write_text(text, encoding="utf-8")

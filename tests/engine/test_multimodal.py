@@ -6,6 +6,7 @@ multimodal models have: encoders, types of tokens, positions with several axes.
 
 import copy
 import gc
+import inspect
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+)
 
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine.attention_interface import is_causal_with
@@ -28,7 +34,13 @@ from sppo_hf.planning.config_file import check_config, load_config
 from sppo_hf.planning.model_profile import Training
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.testing.exactness import compare, float64_everywhere
-from sppo_hf.testing.tiny_models import add_images, add_lora, build_tiny_model, make_batch
+from sppo_hf.testing.tiny_models import (
+    add_images,
+    add_lora,
+    build_tiny_model,
+    make_batch,
+    tiny_config,
+)
 from tests.sweeps import ALL, pairs, turn
 
 SETTINGS = SPPOConfig(
@@ -278,6 +290,90 @@ def test_gemma3_with_images_is_refused_as_its_processor_gives_them() -> None:
     remedy = r"in both directions.*leave token_type_ids, pixel_values out"
     with pytest.raises(UnsupportedModelError, match=remedy):
         model(**_with_images(model))
+
+
+PLACEHOLDER = 5
+"""Stands for a part of a video or a sound."""
+
+
+def _with_places(runs: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Two rows of 60 tokens with placeholders in runs, (first, tokens), a token later in the other.
+
+    Placeholders have no labels.
+    """
+    batch = make_batch(rows=2, tokens=60)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["input_ids"][batch["input_ids"] == PLACEHOLDER] += 1
+    for begin, tokens in runs:
+        for row in range(2):
+            batch["input_ids"][row, begin + row : begin + row + tokens] = PLACEHOLDER
+    batch["labels"] = batch["input_ids"].masked_fill(batch["input_ids"] == PLACEHOLDER, -100)
+    return batch
+
+
+def _check_is_read_exactly(
+    model: Any, batch: dict[str, Any], content: str, settings: dict[str, Any]
+) -> None:
+    """The plain model reads `content`, and chunks have its loss and gradients."""
+    with torch.no_grad():
+        losses = [
+            model(**{**batch, content: scale * batch[content]}).loss.item() for scale in (1, 2)
+        ]
+    assert losses[0] != losses[1]
+    lengths = (9, 1, 13, 37)
+    report = compare(model, batch, SPPOConfig(chunk_lengths=lengths, show_plan=False, **settings))
+    assert report.exact, str(report)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("order", "kept"), [("by_chunk", "recomputed"), ("by_layer", "offloaded")])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_videos(family: str, order: str, kept: str) -> None:
+    model: Any = build_tiny_model(family)
+    model.config.video_token_id = PLACEHOLDER
+    frames, patches, size = 2, 16, model.config.vision_config.patch_size
+    # Qwen3-VL has text between frames, which says when they are.
+    text = 3 if family == "qwen3_vl" else 0
+    batch = _with_places([(4 + frame * (4 + text), 4) for frame in range(frames)])
+    batch["mm_token_type_ids"] = 2 * (batch["input_ids"] == PLACEHOLDER).long()
+    batch["video_grid_thw"] = torch.tensor([[frames, 4, 4]] * 2)
+    pixels = torch.randn(2 * frames * patches, 3 * 2 * size**2, dtype=torch.float64)
+    batch["pixel_values_videos"] = pixels
+    _check_is_read_exactly(model, batch, "pixel_values_videos", {"order": order, **KEPT[kept]})
+
+
+# Settings of the encoder, and how many tokens 32 frames of sound have.
+SOUND: dict[str, tuple[dict[str, int], int]] = {
+    "voxtral": (
+        {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4},
+        4,
+    ),
+    "qwen2_audio": (
+        {"d_model": 32, "encoder_ffn_dim": 64, "encoder_layers": 2, "encoder_attention_heads": 4},
+        8,
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("order", "kept"), [("by_chunk", "offloaded"), ("by_layer", "recomputed")])
+@pytest.mark.parametrize("family", SOUND)
+def test_sound(family: str, order: str, kept: str) -> None:
+    encoder, tokens = SOUND[family]
+    config = AutoConfig.for_model(
+        family,
+        text_config=tiny_config(family).text_config.to_dict(),
+        audio_config={**encoder, "num_mel_bins": 16, "max_source_positions": 16},
+        audio_token_id=PLACEHOLDER,
+    )
+    torch.manual_seed(0)
+    model: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float64)
+    batch: dict[str, Any] = _with_places([(5, tokens)])
+    batch["input_features"] = torch.randn(2, 16, 32, dtype=torch.float64)
+    if "feature_attention_mask" in inspect.signature(model.forward).parameters:
+        batch["feature_attention_mask"] = torch.ones(2, 32, dtype=torch.long)
+    _check_is_read_exactly(model, batch, "input_features", {"order": order, **KEPT[kept]})
 
 
 @pytest.mark.usefixtures("unchecked")
