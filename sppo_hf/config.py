@@ -20,7 +20,14 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 import yaml
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
+from sppo_hf.registry import (
+    ATTENTION_BACKENDS,
+    OFFLOAD_POLICIES,
+    SCHEDULES,
+    TIERS,
+    Registry,
+    import_entry_points,
+)
 from sppo_hf.rules import (
     Rule,
     budget,
@@ -307,6 +314,7 @@ class SPPOConfig:
                 not YAML or not a mapping, sets a name twice, or holds a setting that is refused.
                 The message names the file.
         """
+        import_entry_points()  # their names are allowed in settings
         text = read_text(
             path,
             what="settings file",

@@ -127,7 +127,6 @@ class SPPOPlugin(ParallelismConfig):
         Raises:
             ConfigError: The file cannot be read or holds a wrong setting.
         """
-        import_entry_points()
         return cls(SPPOConfig.from_yaml(path))
 
     @classmethod
