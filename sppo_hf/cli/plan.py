@@ -100,7 +100,7 @@ class PlanArguments(common.PlanningArguments):
     link: Annotated[
         str | None,
         typer.Option(
-            help="Bytes per second between devices of different nodes, each way.  [default: the "
+            help="Bytes per second between devices of different nodes, each way. \\[default: the "
             "profile's, or 25GiB]"
         ),
     ] = None

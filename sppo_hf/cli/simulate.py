@@ -89,17 +89,17 @@ class SimulateArguments:
     ] = 1
     forward: Annotated[
         float | None,
-        typer.Option(help="Seconds of one chunk's forward on one stage.  [default: 1]"),
+        typer.Option(help="Seconds of one chunk's forward on one stage. \\[default: 1]"),
     ] = None
     backward: Annotated[
-        float | None, typer.Option(help="Seconds of its whole backward.  [default: 2]")
+        float | None, typer.Option(help="Seconds of its whole backward. \\[default: 2]")
     ] = None
     weight: Annotated[
         float | None,
-        typer.Option(help="The part of it that weight gradients take.  [default: half]"),
+        typer.Option(help="The part of it that weight gradients take. \\[default: half]"),
     ] = None
     send: Annotated[
-        float | None, typer.Option(help="Seconds of one chunk on a link.  [default: 0]")
+        float | None, typer.Option(help="Seconds of one chunk on a link. \\[default: 0]")
     ] = None
     model: Annotated[
         str | None,
@@ -111,7 +111,7 @@ class SimulateArguments:
     hardware: common.Hardware = None
     link: Annotated[
         str | None,
-        typer.Option(help="Bytes per second between ranks, each way.  [default: 25GiB]"),
+        typer.Option(help="Bytes per second between ranks, each way. \\[default: 25GiB]"),
     ] = None
     micro_batch_size: common.MicroBatchSize = 1
     dtype: common.Dtype = "bfloat16"
