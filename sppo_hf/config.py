@@ -133,8 +133,8 @@ class SPPOConfig:
 
     layer_kernels: Literal["auto", "none"] = "auto"
     """Kernels of norms, gated activations and rotary embedding: "auto" uses Liger's on CUDA where
-    they are installed and proved equal on this device, and adds the product of LoRA layers in one
-    matmul; "none" keeps the model's own code."""
+    they are installed and proved equal on this device, and LoRA's second product and the sum with
+    the base layer's are one matmul; "none" keeps the model's own code."""
 
     compile: bool = False
     """Whether torch.compile compiles norms and gated MLPs of decoder layers, instead of

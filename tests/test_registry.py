@@ -1,4 +1,4 @@
-"""Registries: names are known before a room is imported, and an entry is one decorator."""
+"""Registries: names are known before a folder is imported, and an entry is one decorator."""
 
 import json
 import os

@@ -167,7 +167,8 @@ class SPPOPlugin(ParallelismConfig):
         """Make a model train chunk by chunk, in place.
 
         Args:
-            model: A causal language model of Transformers, bare or wrapped by PEFT.
+            model: A causal language model, multimodal model or classifier of Transformers, bare or
+                wrapped by PEFT.
 
         Returns:
             The same model.
