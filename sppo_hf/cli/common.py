@@ -246,7 +246,7 @@ class PlanningArguments:
         profile = request.device.profile
         assert profile is not None, "a request from the command line has a profile"
         source = "estimated from public figures" if profile.estimated else "measured"
-        if profile.estimated and profile.source.startswith("Measured"):
+        if profile.partly_measured:
             source = "measured on one, disk and links estimated from public figures"
         note = f"Hardware: {profile.name}, {source}"
         if self.hardware is None:

@@ -259,7 +259,11 @@ def speeds_source(plan: Plan) -> str:
     profile = plan.device.profile
     if profile is None:
         return ""
-    return "speeds and sizes are estimates" if profile.estimated else "speeds were measured"
+    if not profile.estimated:
+        return "speeds were measured"
+    if profile.partly_measured:
+        return "speeds measured on one, some estimated"
+    return "speeds and sizes are estimates"
 
 
 def warning_lines(plan: Plan) -> list[Text]:
