@@ -217,7 +217,7 @@ class SPPOCallback(TrainerCallback):
                 f"{requested!r} is in the TrainingArguments, but this process made an Accelerator "
                 "without it after them, and Accelerate keeps the first settings, so SPPO would "
                 "not be in use. Allowed: TrainingArguments that are newer than Accelerators "
-                "without the plugin. Remedy: make the TrainingArguments right before their Trainer, "
+                "without the plugin. Remedy: make the TrainingArguments just before their Trainer, "
                 "and have a Trainer that makes its own Accelerator pass args.parallelism_config."
             )
         check_training_arguments(args)
