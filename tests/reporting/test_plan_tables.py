@@ -286,6 +286,18 @@ def test_policies_are_compared_also_where_nothing_fits() -> None:
     assert "auto mixed - -" in flat
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (32_768, "would do --offload auto, --recompute auto what the planner chooses itself"),
+        (TOO_LONG_TOKENS, "would do neither host memory nor a disk is enough"),
+    ],
+)
+def test_choices_that_are_in_the_way_are_named(tokens: int, said: str) -> None:
+    kept = assess_request(question(tokens, offload="none", recompute="none"))
+    assert said in " ".join(shown(estimate_table(kept, "m")).split())
+
+
 @pytest.mark.parametrize("width", [100, 140])
 def test_many_chunks_stay_readable(width: int) -> None:
     made = plan_for(question(65_536, num_chunks=64, offload="full", recompute="none"))
