@@ -262,7 +262,7 @@ def speeds_source(plan: Plan) -> str:
     if not profile.estimated:
         return "speeds were measured"
     if profile.partly_measured:
-        return "speeds measured on one, some estimated"
+        return "speeds as measured on one"
     return "speeds and sizes are estimates"
 
 

@@ -149,7 +149,7 @@ def test_a_solved_plan_says_what_becomes_of_chunks_and_how_long_a_step_takes() -
     assert made.prediction is not None
     assert format_seconds(made.prediction.step_seconds) in flat
     assert f"{made.prediction.tokens_per_second:,.0f} tokens/s, MFU" in flat
-    assert "speeds measured on one, some estimated" in flat
+    assert "speeds as measured on one" in flat
     groups = group_chunks(made, most=6)
     assert len(groups) > 1
     for group in groups:
