@@ -20,7 +20,14 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 import yaml
 
 from sppo_hf.errors import ConfigError
-from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
+from sppo_hf.registry import (
+    ATTENTION_BACKENDS,
+    OFFLOAD_POLICIES,
+    SCHEDULES,
+    TIERS,
+    Registry,
+    import_entry_points,
+)
 from sppo_hf.rules import (
     Rule,
     budget,
@@ -126,8 +133,8 @@ class SPPOConfig:
 
     layer_kernels: Literal["auto", "none"] = "auto"
     """Kernels of norms, gated activations and rotary embedding: "auto" uses Liger's on CUDA where
-    they are installed and proved equal on this device, and adds the product of LoRA layers in one
-    matmul; "none" keeps the model's own code."""
+    they are installed and proved equal on this device, and LoRA's second product and the sum with
+    the base layer's are one matmul; "none" keeps the model's own code."""
 
     compile: bool = False
     """Whether torch.compile compiles norms and gated MLPs of decoder layers, instead of
@@ -307,6 +314,7 @@ class SPPOConfig:
                 not YAML or not a mapping, sets a name twice, or holds a setting that is refused.
                 The message names the file.
         """
+        import_entry_points()  # their names are allowed in settings
         text = read_text(
             path,
             what="settings file",

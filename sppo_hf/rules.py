@@ -149,11 +149,21 @@ def flag(field: str, value: object) -> object:
 
 
 def text(field: str, value: object) -> object:
-    """Rule for None or a text that is a possible path; path objects become text."""
+    """Rule for None or a text that is a possible path; path objects become text.
+
+    The word "None" is refused: in a YAML file or an option it is a text, and would be a folder.
+    """
     if value is None:
         return None
     if isinstance(value, str | PathLike):
         written = cast("str | bytes", fspath(cast("str | PathLike[str]", value)))
+        if written in ("None", "none"):  # what a YAML file or an option was to say with it
+            refuse(
+                field,
+                written,
+                allowed="None (null in YAML, and in options), or a text other than that word",
+                remedy=f"write null, or drop {field}; a file or folder of that name is ./{written}",
+            )
         if isinstance(written, str) and _can_be_path(written):
             return written
     refuse(

@@ -1,8 +1,8 @@
-"""What every test gets: one tier, few threads, no network, and upstream deprecations as failures.
+"""What every test gets: one mark, few threads, no network, and upstream deprecations as failures.
 
-A test belongs to one tier (`pure`, `fake`, `process`, `gpu`). Tests of the torch-free rooms are
+A test has one of the marks (`pure`, `fake`, `process`, `gpu`). Tests of the torch-free folders are
 `pure` and all others `fake` unless they say otherwise. This file imports neither torch nor the
-package, so that the pure tier stays fast.
+package, so that pure tests start at once.
 """
 
 import faulthandler

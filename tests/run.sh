@@ -4,8 +4,8 @@
 #
 #   bash tests/run.sh                      everything, of long sweeps over families a sample
 #   bash tests/run.sh --all                everything: before a release, and after a new Transformers
-#   bash tests/run.sh --quick              the most telling tests of each room: 90 seconds on two cores
-#   bash tests/run.sh -m pure              one tier
+#   bash tests/run.sh --quick              the most telling tests of each folder: 90 seconds on two cores
+#   bash tests/run.sh -m pure              one mark
 #   bash tests/run.sh -m gpu               what needs a GPU (up to 50 GiB of its memory, else skipped)
 #   bash tests/run.sh tests/test_config.py one file
 #

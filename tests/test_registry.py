@@ -1,20 +1,28 @@
-"""Registries: names are known before a room is imported, and an entry is one decorator."""
+"""Registries: names are known before a folder is imported, and an entry is one decorator."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sppo_hf import registry
 from sppo_hf.config import SPPOConfig, field_help
-from sppo_hf.errors import ConfigError, SPPOError
+from sppo_hf.errors import ConfigError, ScheduleError, SPPOError
+from sppo_hf.integrations.arguments import SPPOArguments
 from sppo_hf.integrations.plugin import SPPOPlugin
 from sppo_hf.planning.policies import register_policy, uniform_modes
 from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
-from sppo_hf.schedule.generate import Size, generate, register_schedule, seq1f1b
+from sppo_hf.schedule.generate import (
+    Size,
+    generate,
+    interleaved_seq1f1b,
+    register_schedule,
+    seq1f1b,
+)
 
 REGISTRIES = {
     "attention_backend": ATTENTION_BACKENDS,
@@ -75,6 +83,20 @@ def test_a_schedule_is_one_decorator(forgets):
     assert generate("mine", size) == generate("seq1f1b", size)
     with pytest.raises(ConfigError, match="has one stage on each rank"):
         SPPOConfig(pp_size=2, pp_schedule="mine", pp_virtual_stages=2)
+    with pytest.raises(ScheduleError, match=r"Allowed: .*interleaved_seq1f1b, mine, msp"):
+        generate("no_such", size)
+
+
+def test_a_schedule_of_ones_own_may_interleave_and_require_even_chunks(forgets):
+    register_schedule("my_interleaved", interleaved=True, even=True)(interleaved_seq1f1b)
+    settings = {"pp_size": 2, "pp_schedule": "my_interleaved", "pp_virtual_stages": 2}
+    assert SPPOConfig(**settings).pp_virtual_stages == 2
+    size = Size(2, 4, 2, 2)
+    assert generate("my_interleaved", size) == generate("interleaved_seq1f1b", size)
+    with pytest.raises(ScheduleError, match="as many chunks in each"):
+        generate("my_interleaved", Size.uneven(2, [1, 2]))
+    with pytest.raises(ScheduleError, match="interleaved_seq1f1b, my_interleaved puts several"):
+        generate("seq1f1b", size)
 
 
 def test_a_name_is_taken_once(forgets):
@@ -134,16 +156,25 @@ def test_the_command_knows_what_installed_packages_register(tmp_path: Path) -> N
     assert "zip" in json.loads(done.stdout)["peak_by_cause"]
 
 
-def test_a_settings_file_knows_what_installed_packages_register(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "read",
+    [
+        SPPOConfig.from_yaml,
+        lambda file: SPPOPlugin.from_yaml(file).config,
+        lambda file: SPPOArguments(sppo_config=str(file)).to_config(),
+        lambda file: SPPOArguments(sppo_more_tiers="zip=8GiB").to_config(),
+    ],
+    ids=["config", "plugin", "arguments-file", "arguments"],
+)
+def test_settings_know_what_installed_packages_register(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], SPPOConfig]
 ) -> None:
     (tmp_path / "sppo.yaml").write_text("more_tiers: zip=8GiB\n")
     _installed(tmp_path, "my_zip")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_imported", set())
     try:
-        plugin = SPPOPlugin.from_yaml(tmp_path / "sppo.yaml")
-        assert plugin.config.more_tiers == "zip=8GiB"
+        assert read(tmp_path / "sppo.yaml").more_tiers == "zip=8GiB"
     finally:
         sys.modules.pop("my_zip", None)
         del TIERS["zip"]

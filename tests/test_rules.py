@@ -41,6 +41,13 @@ def test_what_is_no_budget(value: int | float | str) -> None:
         parse_bytes(value, field="host_memory", total_bytes=10**12)
 
 
+@pytest.mark.parametrize("word", ["None", "none"])
+def test_the_word_none_is_no_folder(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"offload_dir is '{word}'.*write null.*./{word}"):
+        text("offload_dir", word)
+    assert text("offload_dir", f"./{word}") == f"./{word}"
+
+
 def test_long_values_are_shortened_in_messages() -> None:
     with pytest.raises(ConfigError) as caught:
         integer(1, "auto")("num_chunks", "x" * 10_000)

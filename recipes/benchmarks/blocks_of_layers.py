@@ -8,8 +8,9 @@ step that fits, layer by layer or chunk by chunk, against that of blocks of abou
 matmuls, saved bytes, keys and values of all of its layers; between two blocks, as between two
 layers, there are two buffers of hidden states. Backward rebuilds one of its layers at a time.
 
-Every number is a simulation with the shipped profile, which is made of public figures; none is
-measured. Needs no GPU and no torch.
+Every number is a simulation with the shipped profile of an H100; none is measured. Neither
+attention nor K/V are recomputed here, so that fewer rows fit than `sppo plan` finds. Needs no GPU
+and no torch.
 """
 
 from __future__ import annotations

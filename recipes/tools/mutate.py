@@ -5,9 +5,9 @@
 
 Works on a checkout that nobody else uses: each mutant is written into its file and meets tests
 until one notices, the nearest first: those that belong to its module; of engine and pipeline those
-of several processes; all of its room. Then the file is put back. `--near` leaves it at the first
+of several processes; all of its folder. Then the file is put back. `--near` leaves it at the first
 kind. A mutant is one change of an operator, a constant or a condition, or a statement left out;
-places are drawn at random from the code of all rooms asked for, by lines, so long files get more.
+places are drawn at random from the code of all folders asked for, by lines, so long files get more.
 Text that only people read (docstrings, messages of errors and warnings) is left alone.
 
 A survivor is a hole in the tests, or a change that changes nothing (a bound that is never met, a
@@ -34,7 +34,7 @@ import pytest
 import torch  # noqa: F401
 import transformers  # noqa: F401
 
-ROOMS = ("planning", "offload", "attention", "pipeline", "engine", "integrations")
+FOLDERS = ("planning", "offload", "attention", "pipeline", "engine", "integrations")
 ALWAYS: dict[str, tuple[str, ...]] = {
     "attention": ("tests/attention/test_streamed_kv.py", "tests/engine/test_exactness.py"),
     "engine": ("tests/engine/test_engine.py", "tests/engine/test_exactness.py"),
@@ -52,7 +52,7 @@ NEAR = ("-m", "not slow and not gpu and not process")
 NEAR += ("-k", "not test_exactness.py or llama- or gpt_oss-")
 PROCESSES = ("-m", "process and not slow and not gpu", "tests/pipeline")
 """Tests of several ranks, which also run for modules of `engine` and `pipeline`."""
-ROOM = ("-m", "not process and not slow and not gpu")
+FOLDER = ("-m", "not process and not slow and not gpu")
 MOST_FILES = 5
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -155,14 +155,14 @@ def _is_for_types(node: ast.If) -> bool:
 
 def tests_of(root: Path, file: Path) -> list[str]:
     """Return the tests that belong to a module, its own first."""
-    room, name = file.parent.name, file.stem
-    dotted = f"sppo_hf.{room}.{name}"
-    own = [root / "tests" / room / f"test_{name}.py"]
-    others = sorted((root / "tests" / room).glob("test_*.py"))
+    folder, name = file.parent.name, file.stem
+    dotted = f"sppo_hf.{folder}.{name}"
+    own = [root / "tests" / folder / f"test_{name}.py"]
+    others = sorted((root / "tests" / folder).glob("test_*.py"))
     importing = [path for path in others if dotted in path.read_text(encoding="utf-8")]
     users = [path for path in sorted(file.parent.glob("*.py")) if dotted in path.read_text()]
-    theirs = [root / "tests" / room / f"test_{path.stem}.py" for path in users]
-    always = [root / path for path in ALWAYS[room]]
+    theirs = [root / "tests" / folder / f"test_{path.stem}.py" for path in users]
+    always = [root / path for path in ALWAYS[folder]]
     found = dict.fromkeys(path for path in [*own, *always, *importing, *theirs] if path.exists())
     return [str(path.relative_to(root)) for path in found][:MOST_FILES]
 
@@ -195,12 +195,12 @@ def survives(root: Path, mutant: Mutant, seconds: float, *, near: bool = False) 
     """
     source = mutant.file.read_bytes()
     changed = source[: mutant.start] + mutant.after.encode() + source[mutant.end :]
-    room = mutant.file.parent.name
+    folder = mutant.file.parent.name
     rounds = [([*NEAR, *tests_of(root, mutant.file)], seconds)]
-    if not near and room in ("engine", "pipeline"):
+    if not near and folder in ("engine", "pipeline"):
         rounds.append(([*PROCESSES], 2 * seconds))
     if not near:
-        rounds.append(([*ROOM, f"tests/{room}"], 4 * seconds))
+        rounds.append(([*FOLDER, f"tests/{folder}"], 4 * seconds))
     try:
         mutant.file.write_bytes(changed)
         results = (_noticed(root, words, limit) for words, limit in rounds)
@@ -250,24 +250,28 @@ def _test(root: Path, words: Sequence[str], noticed: int) -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw, break, test, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, required=True, help="a checkout nobody else uses")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="places in front that were tried")
-    parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS)
+    parser.add_argument("--folders", nargs="+", default=FOLDERS, choices=FOLDERS)
     parser.add_argument("--seconds", type=float, default=300.0, help="for the tests of one mutant")
     parser.add_argument("--near", action="store_true", help="run the nearest tests alone")
     parser.add_argument("--output", type=Path, help="Markdown; printed as well")
     given = parser.parse_args(argv)
     root = given.root.resolve()
     files = [
-        file for room in given.rooms for file in sorted((root / "sppo_hf" / room).glob("*.py"))
+        file
+        for folder in given.folders
+        for file in sorted((root / "sppo_hf" / folder).glob("*.py"))
     ]
     everything = [mutant for file in files for mutant in mutants(file)]
     chosen = random.Random(given.seed).sample(everything, given.count)
-    # Rooms in the order given, so that those with quick tests can come first.
-    chosen.sort(key=lambda mutant: given.rooms.index(mutant.file.parent.name))
+    # Folders in the order given, so that those with quick tests can come first.
+    chosen.sort(key=lambda mutant: given.folders.index(mutant.file.parent.name))
     lines = ["| module, line | change | of | into | |", "|---|---|---|---|---|"]
     for mutant in chosen[given.skip :]:
         began = time.monotonic()

@@ -32,7 +32,7 @@ def calibrate(
         list[str] | None,
         typer.Option(
             help="Dtype to measure, once for each: bfloat16, float16, float32, float64."
-            " [default: bfloat16 and float32]",
+            " \\[default: bfloat16 and float32]",
             show_default=False,
         ),
     ] = None,

@@ -69,7 +69,7 @@ Hardware = Annotated[
     str | None,
     typer.Option(
         help="A device (h100, a100-40gb, l40s, rtx-4090 ...; a wrong name lists all) or a file of"
-        f" `sppo calibrate --output`. [default: {DEFAULT_HARDWARE}]",
+        f" `sppo calibrate --output`. \\[default: {DEFAULT_HARDWARE}]",
         show_default=False,
     ),
 ]
@@ -179,7 +179,7 @@ class PlanningArguments:
     num_chunks: Annotated[str, typer.Option(help="Number of chunks, or auto.")] = "auto"
     recompute: Annotated[
         Literal["auto", "none", "selective", "full"] | None,
-        typer.Option(help="What backward recomputes. [default: auto]"),
+        typer.Option(help="What backward recomputes. \\[default: auto]"),
     ] = None
     attention_once: Annotated[
         bool,
@@ -246,7 +246,7 @@ class PlanningArguments:
         profile = request.device.profile
         assert profile is not None, "a request from the command line has a profile"
         source = "estimated from public figures" if profile.estimated else "measured"
-        if profile.estimated and profile.source.startswith("Measured"):
+        if profile.partly_measured:
             source = "measured on one, disk and links estimated from public figures"
         note = f"Hardware: {profile.name}, {source}"
         if self.hardware is None:

@@ -25,5 +25,6 @@ def config(
     with bad_input(as_json=False):
         helps = {name: field_help(name) for name in settings or defaults}
     for name, text in helps.items():
+        text = text.replace("None", "null")  # as it is written in YAML
         typer.echo(textwrap.fill(text, 88, initial_indent="# ", subsequent_indent="# "))
         typer.echo(yaml.safe_dump({name: defaults[name]}))

@@ -91,7 +91,10 @@ class PlanArguments(common.PlanningArguments):
     gpus: Annotated[
         int,
         typer.Option(
-            min=1, max=2**16, help="Devices; more than one: the best layouts over them, and why."
+            min=1,
+            max=2**16,
+            help="Devices; more than one: the best layouts over them, and why, for a step of"
+            " --micro-batch-size rows in all.",
         ),
     ] = 1
     gpus_per_node: Annotated[
@@ -100,7 +103,7 @@ class PlanArguments(common.PlanningArguments):
     link: Annotated[
         str | None,
         typer.Option(
-            help="Bytes per second between devices of different nodes, each way.  [default: the "
+            help="Bytes per second between devices of different nodes, each way. \\[default: the "
             "profile's, or 25GiB]"
         ),
     ] = None

@@ -26,7 +26,7 @@ from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.reporting.chrome_trace import write_trace
 from sppo_hf.reporting.figures import ENDINGS, draw_schedule
 from sppo_hf.rules import format_bytes, show
-from sppo_hf.schedule.generate import ALL_SCHEDULES, INTERLEAVED, Size, generate
+from sppo_hf.schedule.generate import Size, all_schedules, generate, interleaved_schedules
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import (
@@ -77,26 +77,29 @@ class Simulation:
 class SimulateArguments:
     """Options of `sppo simulate`, as they were typed."""
 
-    pp_schedule: Annotated[str, typer.Option(help=f"One of {', '.join(ALL_SCHEDULES)}.")]
+    pp_schedule: Annotated[str, typer.Option(help=f"One of {', '.join(all_schedules())}.")]
     pp_size: Annotated[int, typer.Option(help="Ranks of the pipeline, each with one stage.")]
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1
     num_chunks: Annotated[int, typer.Option(help="Chunks of each micro-batch.")] = 1
     pp_virtual_stages: Annotated[
-        int, typer.Option(help=f"Stages of each rank; only {', '.join(INTERLEAVED)} has several.")
+        int,
+        typer.Option(
+            help=f"Stages of each rank; only {', '.join(interleaved_schedules())} has several."
+        ),
     ] = 1
     forward: Annotated[
         float | None,
-        typer.Option(help="Seconds of one chunk's forward on one stage.  [default: 1]"),
+        typer.Option(help="Seconds of one chunk's forward on one stage. \\[default: 1]"),
     ] = None
     backward: Annotated[
-        float | None, typer.Option(help="Seconds of its whole backward.  [default: 2]")
+        float | None, typer.Option(help="Seconds of its whole backward. \\[default: 2]")
     ] = None
     weight: Annotated[
         float | None,
-        typer.Option(help="The part of it that weight gradients take.  [default: half]"),
+        typer.Option(help="The part of it that weight gradients take. \\[default: half]"),
     ] = None
     send: Annotated[
-        float | None, typer.Option(help="Seconds of one chunk on a link.  [default: 0]")
+        float | None, typer.Option(help="Seconds of one chunk on a link. \\[default: 0]")
     ] = None
     model: Annotated[
         str | None,
@@ -108,7 +111,7 @@ class SimulateArguments:
     hardware: common.Hardware = None
     link: Annotated[
         str | None,
-        typer.Option(help="Bytes per second between ranks, each way.  [default: 25GiB]"),
+        typer.Option(help="Bytes per second between ranks, each way. \\[default: 25GiB]"),
     ] = None
     micro_batch_size: common.MicroBatchSize = 1
     dtype: common.Dtype = "bfloat16"

@@ -12,6 +12,7 @@ import yaml
 
 from sppo_hf.config import SPPOConfig, field_help
 from sppo_hf.errors import ConfigError
+from sppo_hf.registry import import_entry_points
 from sppo_hf.rules import show
 from sppo_hf.text_files import parse_yaml
 
@@ -36,6 +37,7 @@ class _Options:
             ConfigError: The file cannot be read, or a setting is wrong; an option is named as it
                 is written on the command line.
         """
+        import_entry_points()  # their names are allowed in settings
         config = (
             SPPOConfig() if self.sppo_config is None else SPPOConfig.from_yaml(self.sppo_config)
         )

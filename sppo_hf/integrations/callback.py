@@ -70,8 +70,8 @@ def summary(numbers: Mapping[str, float], *, device_bytes: int | None = None) ->
         device_bytes: Memory of the device; None where it is the host's.
 
     Returns:
-        "1,912 tokens/s, peak 3.1 GiB of 8.0 GiB, offloaded 1.2 GiB, stalled 0.3 s"; its last parts
-        are left out where it is too long for a progress bar.
+        "1,912 tokens/s, peak 3.10 GiB of 8.00 GiB, offloaded 1.20 GiB, stalled 0.3 s"; its last
+        parts are left out where it is too long for a progress bar.
     """
     rate = "tokens_per_second"
     if "sppo/tokens_per_second" not in numbers:
@@ -217,7 +217,8 @@ class SPPOCallback(TrainerCallback):
                 f"{requested!r} is in the TrainingArguments, but this process made an Accelerator "
                 "without it after them, and Accelerate keeps the first settings, so SPPO would "
                 "not be in use. Allowed: TrainingArguments that are newer than Accelerators "
-                "without the plugin. Remedy: make the TrainingArguments right before their Trainer."
+                "without the plugin. Remedy: make the TrainingArguments just before their Trainer, "
+                "and have a Trainer that makes its own Accelerator pass args.parallelism_config."
             )
         check_training_arguments(args)
         if used.config.sharing_ranks > 1:

@@ -243,7 +243,7 @@ class TrainerCheckpoints(TrainerMethods):
             trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load the random states; of which rank, says [Note: whose random numbers]."""
+        """Load the random states; `checkpoint_state.py` says of which rank."""
         if checkpoint is None or not has_state(checkpoint):
             args = self._trainer.args
             name = f"rng_state_{args.process_index}" if args.world_size > 1 else "rng_state"

@@ -127,7 +127,6 @@ class SPPOPlugin(ParallelismConfig):
         Raises:
             ConfigError: The file cannot be read or holds a wrong setting.
         """
-        import_entry_points()
         return cls(SPPOConfig.from_yaml(path))
 
     @classmethod
@@ -168,7 +167,8 @@ class SPPOPlugin(ParallelismConfig):
         """Make a model train chunk by chunk, in place.
 
         Args:
-            model: A causal language model of Transformers, bare or wrapped by PEFT.
+            model: A causal language model, multimodal model or classifier of Transformers, bare or
+                wrapped by PEFT.
 
         Returns:
             The same model.

@@ -26,11 +26,11 @@ from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.generate import (
-    INTERLEAVED,
     SHARED_UNIT_SCHEDULES,
     Size,
     forwards_before_backward,
     generate,
+    is_interleaved,
 )
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import period_seconds
@@ -566,7 +566,7 @@ def _warm_up(layout: Layout, rows: int) -> tuple[int, int]:
         return 1, 1
     units = forwards_before_backward(layout.schedule, size)[0]
     warm_up = -(-units // (layout.num_chunks * layout.virtual))
-    if layout.schedule not in INTERLEAVED:
+    if not is_interleaved(layout.schedule):
         return warm_up, 1
     every = -(-layout.stages // layout.num_chunks)
     return warm_up, 0 if rows % every else every

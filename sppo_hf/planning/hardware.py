@@ -194,6 +194,11 @@ class HardwareProfile:
     """Versions of torch, CUDA and the driver with which a profile was measured; it is reused only
     with the same versions."""
 
+    @property
+    def partly_measured(self) -> bool:
+        """Whether it is a shipped profile whose main figures were measured on such a device."""
+        return self.estimated and self.source.startswith("Measured")
+
 
 PROFILE_FORMAT = 1
 """Version of the file's layout and of the meaning of its figures; other versions are not read."""

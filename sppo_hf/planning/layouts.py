@@ -32,11 +32,11 @@ from sppo_hf.planning.policies import sppo_ratios
 from sppo_hf.planning.stages import StageWeights, balanced_stages
 from sppo_hf.planning.tiers import HOST, Tier
 from sppo_hf.schedule.generate import (
-    INTERLEAVED,
     MSP,
     SHARED_UNIT_SCHEDULES,
     Size,
     forwards_before_backward,
+    is_interleaved,
 )
 
 PartitionMode = Literal["even", "flops", "bounded"]
@@ -198,7 +198,7 @@ class SearchSpace:
         # A single chunk is not cut, and with a single stage all schedules are the same.
         cuts = self.partitions if num_chunks > 1 else self.partitions[:1]
         for schedule in self.schedules if stages > 1 else self.schedules[:1]:
-            for virtual in self.virtual if schedule in INTERLEAVED and stages > 1 else (1,):
+            for virtual in self.virtual if is_interleaved(schedule) and stages > 1 else (1,):
                 if stages * virtual > num_layers or (
                     schedule in SHARED_UNIT_SCHEDULES and num_chunks < stages
                 ):

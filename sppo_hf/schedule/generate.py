@@ -232,13 +232,25 @@ SHARED_UNIT_SCHEDULES: dict[str, Generator] = {MSP: msp}
 """Generators of schedules that share units between ranks, by name. They work for some models and
 layouts only, so `pp_schedule` does not accept their names."""
 
-ALL_SCHEDULES: dict[str, Generator] = {**GENERATORS, **SHARED_UNIT_SCHEDULES}
 
-INTERLEAVED = frozenset(SCHEDULES.names_with("interleaved"))
-"""Names of the schedules that may put several stages on a rank."""
+def all_schedules() -> tuple[str, ...]:
+    """Returns all names of schedules, those of the user's own packages among them."""
+    return (*SCHEDULES, *SHARED_UNIT_SCHEDULES)
 
-EVEN = frozenset(SCHEDULES.names_with("even"))
-"""Names of the schedules that require the same number of chunks in every micro-batch."""
+
+def interleaved_schedules() -> tuple[str, ...]:
+    """Returns the names of the schedules that may put several stages on a rank."""
+    return SCHEDULES.names_with("interleaved")
+
+
+def is_interleaved(name: str) -> bool:
+    """Whether a schedule may put several stages on a rank."""
+    return bool(SCHEDULES.facts(name).get("interleaved"))
+
+
+def needs_even_chunks(name: str) -> bool:
+    """Whether a schedule requires the same number of chunks in every micro-batch."""
+    return bool(SCHEDULES.facts(name).get("even"))
 
 
 def generate(name: str, size: Size) -> Schedule:
@@ -250,10 +262,10 @@ def generate(name: str, size: Size) -> Schedule:
     """
     if name not in SCHEDULES and name not in SHARED_UNIT_SCHEDULES:
         raise ScheduleError(
-            f"There is no schedule {name!r}. Allowed: {', '.join(ALL_SCHEDULES)}. Remedy: name one "
-            "of these."
+            f"There is no schedule {name!r}. Allowed: {', '.join(all_schedules())}. Remedy: name "
+            "one of these."
         )
-    if size.chunks and name in EVEN:
+    if size.chunks and needs_even_chunks(name):
         raise ScheduleError(
             f"Schedule {name!r} takes turns by whole micro-batches, and was asked for with "
             f"micro-batches of {min(size.chunks)} to {size.num_chunks} chunks. Allowed: as many "
@@ -267,11 +279,11 @@ def generate(name: str, size: Size) -> Schedule:
                 f"Schedule {name!r} was asked for with {what} = {number}. Allowed: 1 or more. "
                 "Remedy: use 1 for what you do not want split."
             )
-    if size.num_virtual > 1 and name not in INTERLEAVED:
+    if size.num_virtual > 1 and not is_interleaved(name):
         raise ScheduleError(
             f"Schedule {name!r} was asked for with {size.num_virtual} virtual stages per rank. "
-            f"Allowed: 1; only {', '.join(sorted(INTERLEAVED))} puts several on a rank. Remedy: "
-            "use that one, or one stage per rank."
+            f"Allowed: 1; only {', '.join(interleaved_schedules())} puts several on a rank. "
+            "Remedy: use that one, or one stage per rank."
         )
     return (SHARED_UNIT_SCHEDULES if name in SHARED_UNIT_SCHEDULES else SCHEDULES)[name](size)
 

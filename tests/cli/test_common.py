@@ -7,8 +7,11 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from typer.testing import CliRunner
 
+from sppo_hf.cli import app
 from sppo_hf.cli.common import (
+    DEFAULT_HARDWARE,
     MAX_TOKENS,
     PlanningArguments,
     echo_json,
@@ -241,3 +244,18 @@ def test_offline_for_real() -> None:
         read_model("meta-llama/Llama-3.1-9B")
     with pytest.raises(ConfigError, match="Remedy: go online"):
         read_model("zzz/own-private-thing")
+
+
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("estimate", f"[default: {DEFAULT_HARDWARE}]"),
+        ("plan", "[default: the profile's, or 25GiB]"),
+        ("simulate", "[default: half]"),
+        ("calibrate", "[default: bfloat16 and float32]"),
+    ],
+)
+def test_help_shows_defaults_that_are_written_by_hand(command: str, default: str) -> None:
+    # Rich takes words in brackets for its own markup.
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "400"}).output
+    assert default in shown

@@ -16,7 +16,10 @@ def test_the_output_is_a_settings_file_of_defaults(tmp_path: Path) -> None:
 
 
 def test_one_setting_and_one_that_is_none() -> None:
-    assert "offload_dir: null" in CliRunner().invoke(app, ["config", "offload_dir"]).stdout
+    out = CliRunner().invoke(app, ["config", "offload_dir"]).stdout
+    assert "offload_dir: null" in out
+    assert "None" not in out, "which YAML reads as a text"
+    assert "null uses no disk" in " ".join(out.replace("# ", "").split())
     result = CliRunner().invoke(app, ["config", "ofload"])
     assert result.exit_code == 2
     assert "'offload'" in result.stderr

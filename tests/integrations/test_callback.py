@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
@@ -78,6 +79,18 @@ def test_a_trainer_whose_accelerator_ignores_the_plugin_is_refused(tmp_path, by)
     with pytest.raises(ConfigError, match=r"SPPOPlugin\(\) is .*without it.*Remedy: make the"):
         Trainer(make_model(), args[0], train_dataset=make_rows(4))
     assert _is_active(_trainer(tmp_path, SPPOPlugin()))
+
+
+def test_a_trainer_that_makes_an_accelerator_of_its_own_is_told_what_to_pass(tmp_path):
+    class OwnAccelerator(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            AcceleratorState._reset_state(True)
+            self.accelerator = Accelerator(cpu=True)
+
+    args = make_arguments(tmp_path, parallelism_config=SPPOPlugin())
+    with pytest.raises(ConfigError, match=r"own Accelerator pass args\.parallelism_config"):
+        OwnAccelerator(make_model(), args, train_dataset=make_rows(4))
 
 
 def test_a_trainer_that_fails_to_build_leaves_nothing_to_the_next(tmp_path):

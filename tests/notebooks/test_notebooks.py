@@ -145,7 +145,7 @@ def test_a_notebook_uses_public_names_alone(path):
     assert names
     for module, name in names:
         public = name in sppo_hf.__all__ if module == "sppo_hf" else name[0] != "_"
-        # Schedules are plain data, and the modules of that room are documented for users.
+        # Schedules are plain data, and the modules of that folder are documented for users.
         assert public, name
         assert module.split(".")[1:2] in ([], ["schedule"], ["reporting"]), module
     assert "sys.path" not in code(path)

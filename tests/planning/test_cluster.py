@@ -27,7 +27,13 @@ from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.pipeline_cost import head_blocks_of
 from sppo_hf.planning.tiers import Tier
-from sppo_hf.schedule.generate import INTERLEAVED, MSP, Size, forwards_before_backward, generate
+from sppo_hf.schedule.generate import (
+    MSP,
+    Size,
+    forwards_before_backward,
+    generate,
+    is_interleaved,
+)
 from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
 from tests.sweeps import ALL, examples
@@ -235,7 +241,7 @@ def test_a_search_knows_how_many_actions_it_will_simulate(stages: int, kv_tier: 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b"])
 def test_units_that_ranks_have_begun_are_known_without_their_schedule(name: str) -> None:
     for ranks, rows, chunks in product((1, 2, 3, 5), (1, 2, 3, 7), (1, 2, 4, 9)):
-        for virtual in (1, 2, 3) if name in INTERLEAVED else (1,):
+        for virtual in (1, 2, 3) if is_interleaved(name) else (1,):
             size = Size(ranks, rows, chunks, virtual)
             assert (
                 forwards_before_backward(name, size)
@@ -246,7 +252,7 @@ def test_units_that_ranks_have_begun_are_known_without_their_schedule(name: str)
 @pytest.mark.parametrize("name", ["1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b", MSP])
 def test_rows_that_begin_before_a_backward_are_known_without_their_schedule(name: str) -> None:
     for stages, rows, chunks in product((2, 3, 4), (1, 2, 5), (2, 4)):
-        virtual = 2 if name in INTERLEAVED else 1
+        virtual = 2 if is_interleaved(name) else 1
         chunks = 1 if name == "1f1b" else max(chunks, stages) if name == MSP else chunks
         layout = Layout(name, stages, 1, virtual, chunks, "even", "whole", "none")
         made = generate(name, Size(stages, rows, chunks, virtual))

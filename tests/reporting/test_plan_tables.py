@@ -149,7 +149,7 @@ def test_a_solved_plan_says_what_becomes_of_chunks_and_how_long_a_step_takes() -
     assert made.prediction is not None
     assert format_seconds(made.prediction.step_seconds) in flat
     assert f"{made.prediction.tokens_per_second:,.0f} tokens/s, MFU" in flat
-    assert "speeds and sizes are estimates" in flat
+    assert "speeds as measured on one" in flat
     groups = group_chunks(made, most=6)
     assert len(groups) > 1
     for group in groups:
@@ -193,7 +193,9 @@ def test_measured_speeds_are_not_called_estimates() -> None:
     measured = replace(SOLVED, profile=replace(SOLVED.profile, estimated=False))
     text = render_plan(plan(device=measured, config=SPPOConfig(num_chunks=2)), "m")
     assert "speeds were measured" in text
-    assert "estimates" not in text
+    assert "estimate" not in text
+    public = plan(device=replace(SOLVED, profile=load_profile("a100")))
+    assert "speeds and sizes are estimates" in render_plan(public, "m")
 
 
 @pytest.mark.parametrize(
@@ -282,6 +284,18 @@ def test_policies_are_compared_also_where_nothing_fits() -> None:
     flat = " ".join(shown(plan_tables(answer(TOO_LONG_TOKENS), results, "m")).split())
     assert "yes" not in flat
     assert "auto mixed - -" in flat
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (32_768, "would do --offload auto, --recompute auto what the planner chooses itself"),
+        (TOO_LONG_TOKENS, "would do neither host memory nor a disk is enough"),
+    ],
+)
+def test_choices_that_are_in_the_way_are_named(tokens: int, said: str) -> None:
+    kept = assess_request(question(tokens, offload="none", recompute="none"))
+    assert said in " ".join(shown(estimate_table(kept, "m")).split())
 
 
 @pytest.mark.parametrize("width", [100, 140])

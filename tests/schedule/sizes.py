@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
-from sppo_hf.schedule.generate import GENERATORS, INTERLEAVED, Size
+from sppo_hf.schedule.generate import GENERATORS, Size, is_interleaved
 
 Named = tuple[str, Size]
 
@@ -13,7 +13,7 @@ def named_sizes(
 ) -> Iterator[Named]:
     """Yield every generator with every size, V from 1 to 4 where it may."""
     for name in GENERATORS:
-        virtual = (1, 2, 3, 4) if name in INTERLEAVED else (1,)
+        virtual = (1, 2, 3, 4) if is_interleaved(name) else (1,)
         for p, m, n, v in product(ranks, micro_batches, chunks, virtual):
             yield name, Size(p, m, n, v)
 

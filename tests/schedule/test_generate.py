@@ -7,7 +7,7 @@ import pytest
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule import formulas
-from sppo_hf.schedule.generate import GENERATORS, INTERLEAVED, Size, generate
+from sppo_hf.schedule.generate import GENERATORS, Size, generate, is_interleaved
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import fixed_seconds, peak_units, simulate_pipeline
@@ -82,7 +82,7 @@ def test_all_promised_sizes_meet_the_formulas(name: str) -> None:
             if case[0] == name and case[1].num_units * case[1].num_virtual <= most:
                 assert_formulas(case, EQUAL)
     for p, m, n in sample([*product((2, 7, 16), (9, 16), (24, 32))], 5):
-        assert_formulas((name, Size(p, m, n, 4 if name in INTERLEAVED else 1)), EQUAL)
+        assert_formulas((name, Size(p, m, n, 4 if is_interleaved(name) else 1)), EQUAL)
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 
 from sppo_hf.errors import ScheduleError
 from sppo_hf.schedule.actions import Action
-from sppo_hf.schedule.generate import EVEN, GENERATORS, Size, generate
+from sppo_hf.schedule.generate import GENERATORS, Size, generate, needs_even_chunks
 from sppo_hf.schedule.lower import lower
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import fixed_seconds, simulate_pipeline
 from sppo_hf.schedule.validate import validate
 from tests.sweeps import examples
 
+EVEN = [name for name in GENERATORS if needs_even_chunks(name)]
 NAMES = [name for name in GENERATORS if name not in EVEN]
 
 
