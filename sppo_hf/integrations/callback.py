@@ -18,7 +18,6 @@ ranks.
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -217,7 +216,9 @@ class SPPOCallback(TrainerCallback):
                 f"{requested!r} is in the TrainingArguments, but this process made an Accelerator "
                 "without it after them, and Accelerate keeps the first settings, so SPPO would "
                 "not be in use. Allowed: TrainingArguments that are newer than Accelerators "
-                "without the plugin. Remedy: make the TrainingArguments right before their Trainer."
+                "without the plugin. Remedy: make the TrainingArguments right before their "
+                "Trainer; a Trainer that makes its own Accelerator must pass it "
+                "args.parallelism_config."
             )
         check_training_arguments(args)
         if used.config.sharing_ranks > 1:
@@ -376,13 +377,16 @@ def _log_summary_only(
 
 
 def install_callback() -> None:
-    """Put an `SPPOCallback` into every Trainer that is made from now on, once it can be imported.
+    """Put an `SPPOCallback` into every Trainer that is made from now on.
 
-    The Trainer reads `DEFAULT_CALLBACKS` after it has made its Accelerator.
+    The Trainer is imported for this, because a script that imports it after the plugin was made may
+    have one whose Accelerator ignores the plugin, and then nothing else of ours would be called.
     """
-    module = sys.modules.get("transformers.trainer")
-    if module is not None and SPPOCallback not in module.DEFAULT_CALLBACKS:
-        module.DEFAULT_CALLBACKS.append(SPPOCallback)
+    from transformers import trainer
+
+    defaults: list[Any] = trainer.DEFAULT_CALLBACKS
+    if SPPOCallback not in defaults:
+        defaults.append(SPPOCallback)
 
 
 def _peak_flops(device: torch.device) -> float | None:
