@@ -1,7 +1,7 @@
 """SPPOCallback: takes a Trainer over, and puts SPPO's numbers into its own log stream.
 
-The first plugin puts it among the callbacks that every Trainer has (`install_callback`); in a
-Trainer whose arguments hold no plugin it does nothing.
+The first plugin puts it among the callbacks that every Trainer has (`install_callback`). In a
+Trainer whose arguments hold no plugin it does nothing, unless that is given a converted model.
 
 [Note: what the numbers mean]
 Tokens are those that the model was given, padding included. Model FLOPs are what one forward and
@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.convert import is_converted
+from sppo_hf.engine.convert import holds_converted, is_converted
 from sppo_hf.engine.model_parts import disable_gradient_checkpointing, find_causal_lm
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.errors import ConfigError
@@ -197,9 +197,17 @@ class SPPOCallback(TrainerCallback):
         self._world_tokens: int | None = None
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Check the arguments of a Trainer that has the plugin, and replace its methods.
+
+        A Trainer without it whose model is converted gets the methods that evaluate alone: such a
+        model returns no logits unless it is asked for them.
 
         Accelerate keeps the first parallelism config of a process, also if that was None, and then
         calls nothing of ours, so the Trainer would train without SPPO.
@@ -209,7 +217,10 @@ class SPPOCallback(TrainerCallback):
         """
         requested: Any = getattr(args, "parallelism_config", None)
         if not isinstance(getattr(requested, "config", None), SPPOConfig):
-            return  # no plugin
+            trainer = find_calling_trainer(requested)
+            if trainer is not None and holds_converted(model):
+                TrainerEvaluation(trainer).install()
+            return
         used: Any = AcceleratorState._shared_state.get("parallelism_config")
         if requested != used:
             raise ConfigError(
