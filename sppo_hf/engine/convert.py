@@ -187,6 +187,14 @@ def is_converted(model: nn.Module) -> bool:
     return engine is not None and engine.enabled
 
 
+def holds_converted(model: object) -> bool:
+    """Whether a module is converted, or one in it; False for anything else. Calls no method of it.
+
+    For modules that nobody has handed to SPPO, whose methods may do anything.
+    """
+    return isinstance(model, nn.Module) and any(_ATTRIBUTE in vars(m) for m in model.modules())
+
+
 def get_engine(model: nn.Module) -> Engine | None:
     """The engine of a converted model; None for any other module."""
     try:

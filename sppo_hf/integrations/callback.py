@@ -1,7 +1,7 @@
 """SPPOCallback: takes a Trainer over, and puts SPPO's numbers into its own log stream.
 
-The first plugin puts it among the callbacks that every Trainer has (`install_callback`); in a
-Trainer whose arguments hold no plugin it does nothing.
+The first plugin puts it among the callbacks that every Trainer has (`install_callback`). In a
+Trainer whose arguments hold no plugin it does nothing, unless that is given a converted model.
 
 [Note: what the numbers mean]
 Tokens are those that the model was given, padding included. Model FLOPs are what one forward and
@@ -18,7 +18,6 @@ ranks.
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ from transformers import (
 )
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.convert import is_converted
+from sppo_hf.engine.convert import holds_converted, is_converted
 from sppo_hf.engine.model_parts import disable_gradient_checkpointing, find_causal_lm
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.errors import ConfigError
@@ -198,9 +197,17 @@ class SPPOCallback(TrainerCallback):
         self._world_tokens: int | None = None
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Check the arguments of a Trainer that has the plugin, and replace its methods.
+
+        A Trainer without it whose model is converted gets the methods that evaluate alone: such a
+        model returns no logits unless it is asked for them.
 
         Accelerate keeps the first parallelism config of a process, also if that was None, and then
         calls nothing of ours, so the Trainer would train without SPPO.
@@ -210,15 +217,19 @@ class SPPOCallback(TrainerCallback):
         """
         requested: Any = getattr(args, "parallelism_config", None)
         if not isinstance(getattr(requested, "config", None), SPPOConfig):
-            return  # no plugin
+            trainer = find_calling_trainer(requested)
+            if trainer is not None and holds_converted(model):
+                TrainerEvaluation(trainer).install()
+            return
         used: Any = AcceleratorState._shared_state.get("parallelism_config")
         if requested != used:
             raise ConfigError(
                 f"{requested!r} is in the TrainingArguments, but this process made an Accelerator "
                 "without it after them, and Accelerate keeps the first settings, so SPPO would "
                 "not be in use. Allowed: TrainingArguments that are newer than Accelerators "
-                "without the plugin. Remedy: make the TrainingArguments just before their Trainer, "
-                "and have a Trainer that makes its own Accelerator pass args.parallelism_config."
+                "without the plugin. Remedy: make the TrainingArguments right before their "
+                "Trainer; a Trainer that makes its own Accelerator must pass it "
+                "args.parallelism_config."
             )
         check_training_arguments(args)
         if used.config.sharing_ranks > 1:
@@ -377,13 +388,16 @@ def _log_summary_only(
 
 
 def install_callback() -> None:
-    """Put an `SPPOCallback` into every Trainer that is made from now on, once it can be imported.
+    """Put an `SPPOCallback` into every Trainer that is made from now on.
 
-    The Trainer reads `DEFAULT_CALLBACKS` after it has made its Accelerator.
+    The Trainer is imported for this, because a script that imports it after the plugin was made may
+    have one whose Accelerator ignores the plugin, and then nothing else of ours would be called.
     """
-    module = sys.modules.get("transformers.trainer")
-    if module is not None and SPPOCallback not in module.DEFAULT_CALLBACKS:
-        module.DEFAULT_CALLBACKS.append(SPPOCallback)
+    from transformers import trainer
+
+    defaults: list[Any] = trainer.DEFAULT_CALLBACKS
+    if SPPOCallback not in defaults:
+        defaults.append(SPPOCallback)
 
 
 def _peak_flops(device: torch.device) -> float | None:

@@ -270,6 +270,7 @@ class SPPOPlugin(ParallelismConfig):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._make_observers()
+        install_callback()
 
     def _make_observers(self) -> None:
         self.progress = ProgressReporter(
@@ -359,7 +360,6 @@ class SPPOPlugin(ParallelismConfig):
         attach(accelerator, self)
         trainer = find_calling_trainer(self)
         if trainer is not None:
-            install_callback()
             set_model_placement(trainer, self.config)
             report_sharing_ranks(trainer, self.config)
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Trainer
 
-    from sppo_hf.integrations.plugin import SPPOPlugin
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +39,8 @@ _MISSING_LOGITS_ERRORS = ("'NoneType'", "'logits'", "tuple index out of range")
 """Parts of Python's errors for a missing `outputs.logits`, `outputs["logits"]` or `outputs[1]`."""
 
 
-def find_calling_trainer(plugin: SPPOPlugin) -> Trainer | None:
-    """Return the Trainer whose constructor is making an Accelerator with `plugin`, if any."""
+def find_calling_trainer(plugin: object) -> Trainer | None:
+    """Return the Trainer whose constructor calls us, if its `parallelism_config` is `plugin`."""
     module = sys.modules.get("transformers.trainer")
     frame: Any = sys._getframe(1)
     while module is not None and frame is not None:

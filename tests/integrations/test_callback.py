@@ -3,11 +3,12 @@
 import copy
 import pickle
 import re
+import sys
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from sppo_hf import ConfigError, SPPOPlugin, UnsupportedModelError
@@ -22,6 +23,8 @@ from tests.integrations.training import (
     make_model,
     make_rows,
 )
+
+_PICKLED = pickle.dumps(SPPOPlugin())
 
 
 def _is_active(trainer: Trainer) -> bool:
@@ -81,16 +84,28 @@ def test_a_trainer_whose_accelerator_ignores_the_plugin_is_refused(tmp_path, by)
     assert _is_active(_trainer(tmp_path, SPPOPlugin()))
 
 
-def test_a_trainer_that_makes_an_accelerator_of_its_own_is_told_what_to_pass(tmp_path):
-    class OwnAccelerator(Trainer):
-        def create_accelerator_and_postprocess(self):
-            super().create_accelerator_and_postprocess()
-            AcceleratorState._reset_state(True)
-            self.accelerator = Accelerator(cpu=True)
+def test_a_trainer_that_makes_its_own_accelerator_is_told_to_pass_the_plugin_on(tmp_path):
+    class Own(Trainer):
+        passes_on = False
 
-    args = make_arguments(tmp_path, parallelism_config=SPPOPlugin())
-    with pytest.raises(ConfigError, match=r"own Accelerator pass args\.parallelism_config"):
-        OwnAccelerator(make_model(), args, train_dataset=make_rows(4))
+        def create_accelerator_and_postprocess(self):
+            given = self.args.parallelism_config if self.passes_on else None
+            self.accelerator = Accelerator(cpu=True, parallelism_config=given)
+            self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False
+
+    with pytest.raises(ConfigError, match=r"its own Accelerator must pass it args\.parallelism_"):
+        Own(make_model(), make_arguments(tmp_path, parallelism_config=SPPOPlugin()))
+    Own.passes_on = True
+    assert _is_active(Own(make_model(), make_arguments(tmp_path, parallelism_config=SPPOPlugin())))
+
+
+@pytest.mark.parametrize("make", [SPPOPlugin, lambda: pickle.loads(_PICKLED)])
+def test_a_plugin_older_than_the_trainers_module_is_not_ignored(monkeypatch, make):
+    name = "transformers.trainer"
+    monkeypatch.delattr(transformers, "trainer")
+    monkeypatch.delitem(sys.modules, name)
+    make()
+    assert SPPOCallback in sys.modules[name].DEFAULT_CALLBACKS
 
 
 def test_a_trainer_that_fails_to_build_leaves_nothing_to_the_next(tmp_path):

@@ -304,6 +304,17 @@ def test_predicting_rows_without_labels(tmp_path):
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("function", [None, argmax])
+def test_a_trainer_without_the_plugin_evaluates_a_converted_model(tmp_path, function):
+    given = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": function}
+    expected = _evaluated(_trainer(tmp_path, None, **given))
+    converted = SPPOPlugin(SETTINGS).convert(make_model())
+    trainer = _trainer(tmp_path, None, make=lambda: converted, **given)
+    assert _evaluated(trainer) == pytest.approx(expected, abs=1e-4)
+    assert "training_step" not in trainer.__dict__
+    assert "evaluation_loop" not in _trainer(tmp_path, None).__dict__
+
+
 def test_whole_logits_warn_in_one_line(tmp_path):
     trainer = _trainer(tmp_path, SPPOPlugin(SETTINGS), compute_metrics=accuracy)
     line = rf"asked for by compute_metrics: 2 x {ROW_TOKENS} x {VOCABULARY} values"
