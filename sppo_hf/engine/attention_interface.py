@@ -40,7 +40,7 @@ from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import KVStore
 from sppo_hf.attention.segments import chunk_segments
 from sppo_hf.engine.chunk_context import ChunkContext, current
-from sppo_hf.engine.model_parts import ModelParts, patched_attribute
+from sppo_hf.engine.model_parts import CAPTURES, ModelParts, patched_attribute
 from sppo_hf.engine.sequence_group import (
     SequenceGroup,
     check_heads,
@@ -326,13 +326,17 @@ def _first_mask(
         width, dtype = embedding.weight.shape[-1], embedding.weight.dtype
         return torch.zeros(*ids.shape, width, dtype=dtype, device=ids.device)
 
+    # What stands for the embedding of another stage has no weights, and returns zeros itself.
+    replaced = {embedding: embed} if hasattr(embedding, "weight") else {}
     try:
         with (
             torch.no_grad(),
             attention_implementation(MASK_PROBE, parts.configs),
             # Without hooks: those that shard a model must not see a forward that does not end, and
             # would gather the embedding, for which other ranks may not ask.
-            patched_attribute("_call_impl", {embedding: embed}),
+            patched_attribute("_call_impl", replaced),
+            # Layers do not run here, and some may be on other ranks.
+            patched_attribute(CAPTURES, dict.fromkeys((parts.base, parts.decoder), True)),
         ):
             parts.base.forward(
                 input_ids=ids,

@@ -56,6 +56,8 @@ _LAYERS = 3
 _MOST_KINDS = 6
 # Lists of layer numbers, not of what each layer is.
 _INDEX_LISTS = ("idxs", "indices")
+# Of these, the ones whose numbers are decoder layers' (Zamba 2's `hybrid_layer_ids`).
+_LAYER_NUMBERS = ("layer_ids", "layer_indices")
 _HEAD_SIZE = 8
 _WINDOW_TOKENS = 8
 _ORIGINAL_TOKENS = 16
@@ -223,7 +225,8 @@ def _shrink_heads(original: Mapping[str, Any]) -> dict[str, Any]:
         settings["head_dim"] = 2 * _HEAD_SIZE if both else _HEAD_SIZE
     if "expand" in original and "num_heads" in original:
         settings["num_heads"] = 8  # of 8 each: twice the width
-    if "kv_lora_rank" in original:
+    # Latent attention has a key for each head, and such adapters add as much to keys as to queries.
+    if "kv_lora_rank" in original or original.get("use_shared_attention_adapter"):
         settings["num_key_value_heads"] = _SIZES["num_attention_heads"]
     return settings
 
@@ -268,7 +271,8 @@ def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str,
     settings: dict[str, Any] = {"num_hidden_layers": count} if count > _LAYERS else {}
     for name, values in lists.items():
         same = name in _SIZES
-        settings[name] = [_SIZES[name] if same else values[layer] for layer in chosen]
+        chosen_values = [_SIZES[name] if same else values[layer] for layer in chosen]
+        settings[name] = _as_stored(name, chosen_values)
     if own:
         settings["per_layer_config"] = {
             index: _shrink_own(own[layer]) for index, layer in enumerate(chosen) if layer in own
@@ -281,7 +285,8 @@ def _resized(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
     usual = settings.get("num_hidden_layers", _LAYERS)
     lists = _per_layer(settings, usual)
     resized: dict[str, Any] = {
-        name: [values[at % usual] for at in range(-layers, 0)] for name, values in lists.items()
+        name: _as_stored(name, [values[at % usual] for at in range(-layers, 0)])
+        for name, values in lists.items()
     }
     if own := settings.get("per_layer_config"):
         resized["per_layer_config"] = {at: each for at, each in own.items() if at < layers}
@@ -289,12 +294,21 @@ def _resized(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _per_layer(original: Mapping[str, Any], layers: int | None) -> dict[str, list[Any]]:
-    """Settings that are lists with a value for each layer."""
-    return {
-        name: value
-        for name, value in original.items()
-        if isinstance(value, list) and len(value) == layers and not name.endswith(_INDEX_LISTS)
-    }
+    """Settings that are lists with a value for each layer; for lists of layers, who is in them."""
+    found: dict[str, list[Any]] = {}
+    for name, value in original.items():
+        if isinstance(value, list) and name.endswith(_LAYER_NUMBERS):
+            found[name] = [layer in value for layer in range(layers or 0)]
+        elif isinstance(value, list) and len(value) == layers and not name.endswith(_INDEX_LISTS):
+            found[name] = value
+    return found
+
+
+def _as_stored(name: str, values: list[Any]) -> list[Any]:
+    """A setting of `_per_layer` as a configuration has it."""
+    if name.endswith(_LAYER_NUMBERS):
+        return [layer for layer, is_in in enumerate(values) if is_in]
+    return values
 
 
 def _shrink_own(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,9 +369,27 @@ def shrunk_config(
     if getattr(text, "output_router_logits", False):
         owner["output_router_logits"] = True  # it adds a loss
     try:
-        return AutoConfig.for_model(config.model_type, **{**stated, **small})
+        return AutoConfig.for_model(
+            config.model_type, **_not_derived(config, stated, small), **small
+        )
     except BUILD_ERRORS as error:
         raise _not_buildable(config.model_type, error) from error
+
+
+def _not_derived(
+    config: PreTrainedConfig, stated: Mapping[str, Any], small: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Of settings that `config` states and `small` does not, those that the class does not derive.
+
+    Zamba 2's stores sizes that follow from others, and would take them back as they were.
+    """
+    stated = {name: value for name, value in stated.items() if name not in small}
+    fields = type(config).__dataclass_fields__.keys()
+    if type(config).__module__.partition(".")[0] != "transformers" or stated.keys() <= fields:
+        return stated
+    taken = {name: value for name, value in stated.items() if name in fields}
+    built = AutoConfig.for_model(config.model_type, **taken, **small)
+    return {name: v for name, v in stated.items() if name in taken or not hasattr(built, name)}
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:

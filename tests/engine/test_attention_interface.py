@@ -111,7 +111,8 @@ def test_restarts_are_documents_unless_the_model_is_known_to_join_them(axes, see
             raise MaskFound(lambda b, h, q, k: (k <= q) & (sees_all or (k == q) | ~restarts))
 
     model = SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(3, 2))
-    parts = SimpleNamespace(causal_lm=model, base=Base(), configs=(), name="a model")
+    base = Base()
+    parts = SimpleNamespace(causal_lm=model, base=base, decoder=base, configs=(), name="a model")
     positions = torch.tensor([[0, 1, 0]]).repeat(axes, 1, 1)
     given = positions if axes > 1 else positions[0]
     for _ in range(2):  # asked once, known then

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sppo_hf.config import SPPOConfig
-from sppo_hf.engine.model_parts import find_causal_lm, find_parts
+from sppo_hf.engine.attention_interface import document_positions, is_causal_with
+from sppo_hf.engine.model_parts import CAPTURES, find_causal_lm, find_parts
 from sppo_hf.engine.stage_messages import MessageLayout, _SharedKV
 from sppo_hf.engine.stages import AbsentLayer, StageCut, StagedModel
 from sppo_hf.errors import ConfigError
@@ -246,6 +247,35 @@ def test_altup_projections_are_on_the_first_and_last_stage() -> None:
         StagedModel(find_parts(other), StageCut(halves, (stage,)))
         here.append([any(f".{end}." in name for name in names(other)) for end in ends])
     assert here == [[True, False, True], [False, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "apart"),
+    [("gpt_oss", 1, False), ("llama", 1, True), ("gemma4_text", 1, True), ("qwen2_vl", 4, True)],
+)
+def test_all_stages_answer_for_documents_as_the_whole_model_does(
+    family: str, axes: int, apart: bool
+) -> None:
+    model = build_tiny_model(family)
+    count = len(find_parts(model).layers)
+    positions = torch.tensor([[0, 1, 0, 1, 2]])
+    given = positions.repeat(axes, 1, 1) if axes > 1 else positions
+    for stage in (None, 0, 1):
+        other = copy.deepcopy(model)
+        if stage is not None:
+            cut(other, stage, layers=(range(1), range(1, count)))
+        parts = find_parts(other)
+        assert (document_positions(parts, given) is not None) == apart, stage
+        assert is_causal_with(parts, "token_type_ids", 0), stage
+
+
+def test_asking_for_documents_hooks_no_layers() -> None:
+    # Transformers hooks routers once, and those of a borrowed stage are not in the model here.
+    model = build_tiny_model("mixtral-router-loss")
+    parts = find_parts(model)
+    document_positions(parts, torch.tensor([[0, 1, 0]]))
+    assert not getattr(parts.base, CAPTURES, False)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 ROWS, TOKENS, WIDTH = 2, 5, 3

@@ -171,7 +171,15 @@ def _router_losses(layers: int) -> list[Case]:
         _case("padding", family, settings=recompute, **padded),
         _case("zb, accumulation", family, settings=zb, steps=scaled, items=True, **padded),
         _case("gpipe", family, settings={"num_chunks": 3, "pp_schedule": "gpipe"}, **padded),
-        _case("one row", "gpt_oss-router-loss", rows=1, labels=[7, 11], settings=uneven),
+        # It lets documents see each other.
+        _case(
+            "one row",
+            "gpt_oss-router-loss",
+            rows=1,
+            packed=[5, 18],
+            labels=[7, 11],
+            settings=uneven,
+        ),
         _case("LoRA", "qwen3_moe-router-loss", lora=True, settings=together, **padded),
         _case(
             "frozen front",

@@ -312,6 +312,7 @@ TWO = [
         "router loss",
         "mixtral-router-loss",
         rows=2,
+        packed=[9, 6, 8],
         settings={"num_chunks": 4, "micro_batch_size": 2},
     ),
     case_of(

@@ -242,6 +242,26 @@ def test_multimodal_models_are_built_whole() -> None:
     assert type(model_from_config(config)).__name__ == "Gemma3ForConditionalGeneration"
 
 
+@pytest.mark.parametrize(
+    ("family", "stated", "layers"),
+    [
+        # Each has fields that follow from others, of which a saved configuration has the values.
+        ("zamba2", {}, {"hybrid_layer_ids": [1]}),
+        ("zamba2", {"use_shared_attention_adapter": True}, {"hybrid_layer_ids": [1]}),
+        ("bamba", {"attn_layer_indices": [9, 18, 27]}, {"attn_layer_indices": [1]}),
+    ],
+    ids=["shared layers", "with adapters", "lists of layers"],
+)
+@pytest.mark.filterwarnings("ignore")  # of kernels that are not installed
+def test_a_model_of_full_size_is_shrunk_to_one_that_runs(
+    family: str, stated: dict[str, Any], layers: dict[str, list[int]]
+) -> None:
+    config = AutoConfig.for_model(family, **stated)
+    config = shrunk_config(type(config).from_dict(config.to_dict()))
+    assert {name: getattr(config, name) for name in layers} == layers
+    assert torch.isfinite(model_from_config(config)(**make_batch(tokens=9)).loss)
+
+
 def test_a_text_decoder_stands_for_what_has_no_language_model_as_a_whole() -> None:
     assert shrunk_config(AutoConfig.for_model("minimax_m3_vl_text")).model_type.endswith("text")
 
