@@ -17,11 +17,15 @@ from unittest.mock import patch
 
 from typer.testing import CliRunner
 
+import sppo_hf.profiling.calibrate  # noqa: F401 - what it imports is part of starting Python
 from sppo_hf.cli import app
 from sppo_hf.planning.hardware import profile_to_dict, shipped_profiles
 from sppo_hf.schedule.generate import GENERATORS
-from tests.attacks.outcomes import Case, Outcome, answered_in_process
+from tests.attacks.outcomes import SECONDS, Case, Outcome, answered_in_process
 from tests.cli.configs import LLAMA_8B, LLAMA_70B, TINY
+
+SEARCH_SECONDS = 3 * SECONDS
+"""Layouts of many devices are simulated: 64 rows of a 70B model on 32 GPUs take 7 to 9."""
 
 _NUMBERS = (
     *("0", "1", "2", "3", "-1", "-0", "7", "64", "1000", "65536", "1000000000", "1" + "0" * 30),
@@ -209,7 +213,10 @@ def _case(words: list[str]) -> Case:
             _fill(Path())
             with patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{folder}/home"}):
                 return answered_in_process(
-                    lambda: _run(words), refusals=(_Refused,), right=_reads_well
+                    lambda: _run(words),
+                    refusals=(_Refused,),
+                    right=_reads_well,
+                    seconds=SEARCH_SECONDS if "--gpus" in words else SECONDS,
                 )
 
     return Case(f"commands: {name}", attempt)
