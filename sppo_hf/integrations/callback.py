@@ -217,8 +217,7 @@ class SPPOCallback(TrainerCallback):
         """
         requested: Any = getattr(args, "parallelism_config", None)
         if not isinstance(getattr(requested, "config", None), SPPOConfig):
-            trainer = find_calling_trainer(requested)
-            if trainer is not None and holds_converted(model):
+            if holds_converted(model) and (trainer := find_calling_trainer(requested)) is not None:
                 TrainerEvaluation(trainer).install()
             return
         used: Any = AcceleratorState._shared_state.get("parallelism_config")

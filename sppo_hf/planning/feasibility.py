@@ -107,6 +107,9 @@ class PlanResult:
     """If nothing fits: for each tier, a capacity with which it would fit if all else stays the
     same. Not always the smallest such capacity. Tiers for which none is enough are left out."""
 
+    forbidding: tuple[str, ...] = ()
+    """If nothing fits: settings that the user fixed and without which a plan would fit."""
+
     @property
     def fits(self) -> bool:
         """Whether there is a plan."""
@@ -248,7 +251,16 @@ def assess_request(request: PlanRequest) -> PlanResult:
         estimate=closest,
         max_seq_len=longest_tokens,
         enough={} if request.device.kind == "cpu" else _sufficient_bytes(placed, plan),
+        forbidding=_forbidding(request),
     )
+
+
+def _forbidding(request: PlanRequest) -> tuple[str, ...]:
+    """Returns the settings that forbid the planner a plan that fits; none if there is no such."""
+    names = ("offload", "recompute", "offload_kv")
+    fixed = tuple(name for name in names if getattr(request.config, name) != "auto")
+    free = replace(request, config=request.config.replace(**dict.fromkeys(fixed, "auto")))
+    return fixed if fixed and is_possible(free) else ()
 
 
 def is_possible(request: PlanRequest) -> bool:

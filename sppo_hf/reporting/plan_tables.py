@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
@@ -18,9 +18,9 @@ from rich.text import Text
 
 from sppo_hf.planning.activation_modes import ActivationMode, Saved, all_modes
 from sppo_hf.planning.decisions import Decisions, Order
-from sppo_hf.planning.feasibility import PlanResult, PolicyResult, is_possible
+from sppo_hf.planning.feasibility import PlanResult, PolicyResult
 from sppo_hf.planning.memory import Budgets, MemoryEstimate
-from sppo_hf.planning.plan import PipelineStep, Plan, PlanRequest
+from sppo_hf.planning.plan import PipelineStep, Plan
 from sppo_hf.planning.prediction import MeasuredStep
 from sppo_hf.planning.solve import BudgetViolation, over_budget
 from sppo_hf.planning.tiers import TIERS, Tier, offload_tiers
@@ -548,8 +548,8 @@ def _rows_of(batch_rows: int) -> str:
 def _add_remedies(table: Table, answer: PlanResult, also: Sequence[str]) -> None:
     """Adds remedies, each of which alone makes it fit."""
     alone = [(one, "adapters in place of all weights") for one in also]
-    if fixed := _fixed_choices(answer.request):
-        options = ", ".join(f"--{name.replace('_', '-')} auto" for name in fixed)
+    if answer.forbidding:
+        options = ", ".join(f"--{name.replace('_', '-')} auto" for name in answer.forbidding)
         alone.append((options, "what the planner chooses itself"))
     for tier, size in answer.enough.items():
         alone.append((f"{format_bytes(size)} of {TIERS[tier].called}", TIERS[tier].option))
@@ -557,14 +557,6 @@ def _add_remedies(table: Table, answer: PlanResult, also: Sequence[str]) -> None
         table.add_row("would do" if index == 0 else "", value, how)
     several = "several GPUs" if alone else "neither host memory nor a disk is enough: several GPUs"
     table.add_row("" if alone else "would do", several, "--gpus 8 of `sppo plan` says which layout")
-
-
-def _fixed_choices(request: PlanRequest) -> list[str]:
-    """Returns the settings that forbid the planner a plan that fits; none if there is no such."""
-    names = ("offload", "recompute", "offload_kv")
-    fixed = [name for name in names if getattr(request.config, name) != "auto"]
-    free = replace(request, config=request.config.replace(**dict.fromkeys(fixed, "auto")))
-    return fixed if fixed and is_possible(free) else []
 
 
 def _notes(answer: PlanResult) -> list[Text]:

@@ -25,7 +25,8 @@ from tests.attacks.outcomes import SECONDS, Case, Outcome, answered_in_process
 from tests.cli.configs import LLAMA_8B, LLAMA_70B, TINY
 
 SEARCH_SECONDS = 3 * SECONDS
-"""Layouts of many devices are simulated: 64 rows of a 70B model on 32 GPUs take 7 to 9."""
+"""For an answer that simulates layouts of many devices: 64 rows of a 70B model on 32 GPUs take 7 to
+9 seconds of one slow core."""
 
 _NUMBERS = (
     *("0", "1", "2", "3", "-1", "-0", "7", "64", "1000", "65536", "1000000000", "1" + "0" * 30),
