@@ -266,12 +266,11 @@ rows of text with three images, given as the type's processor gives them (with t
 makes some). Whatever is in the first row is exact on text, too; so are the others except those "on
 text, too" and "nor on text". A batch that is refused raises an error that says why.
 
-Gemma 3, Gemma 4 Unified and PaliGemma let tokens of an image see each other in both directions,
-which chunks cannot do. So do checkpoints of Gemma 4 whose `text_config` has
-`use_bidirectional_attention="vision"`, its larger ones (here "gemma4-bidirectional"); Gemma 4
-without it is exact. `sppo check MODEL` tries images, too. Videos are exact with Qwen2.5-VL and
-Qwen3-VL, sound with Voxtral and Qwen2-Audio (`tests/engine/test_multimodal.py`); other types were
-not tried with them. Made with Transformers {census["images"]["transformers"]}.
+Tokens of an image see each other in both directions in Gemma 3, ShieldGemma 2, Gemma 4 Unified and
+checkpoints of Gemma 4 whose `text_config` has `use_bidirectional_attention="vision"`, its larger
+ones (here "gemma4-bidirectional"). Chunks then end beside images. `sppo check MODEL` tries images,
+too. Videos are exact with Qwen2.5-VL and Qwen3-VL, sound with Voxtral and Qwen2-Audio
+(`tests/engine/test_multimodal.py`); other types were not tried with them. Made with Transformers {census["images"]["transformers"]}.
 
 {images_markdown(census["images"]["groups"])}"""
     (root / PAGE).write_text(text, encoding="utf-8")

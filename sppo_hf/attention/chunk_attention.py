@@ -15,6 +15,13 @@ through all layers before the chunk before it starts, and memory falls chunk by 
 [Note: layers that share keys] A layer that reads another layer's K/V (Gemma 3n, Gemma 4) uses that
 layer's store. Its gradients for them are added to the owner's in the store, not by autograd: the
 owner's node of the same chunk runs backward later, because the reader's queries depend on it.
+
+[Note: tokens that see each other in both directions] Such a span lies within one chunk. Its queries
+attend causally, as all do, and then to the later keys of the span: of n tokens the first n - 1
+queries to the last n - 1 keys. Seen from the end of the span this is a causal mask, so every
+backend can do it on reversed tokens; results are merged by log-sum-exp. Where a sliding window does
+not count within a span, its last queries attend to its first keys, too: causally, by the window's
+distance.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ from sppo_hf.attention.backends.base import (
     merge_into,
 )
 from sppo_hf.attention.kv_cache import Keep, KVStore, LayerKV
-from sppo_hf.attention.segments import AttentionSegment, group_adjacent
+from sppo_hf.attention.segments import AttentionSegment, BidirectionalSpan, group_adjacent
 
 # B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of
 # keys, H head size. `out` has the values' head size.
@@ -81,6 +88,8 @@ class AttentionCall:
     local: int | None = None
     """Block length in tokens of Llama 4's local attention, by which `segments` are cut already."""
     softcap: float | None = None
+    spans: tuple[BidirectionalSpan, ...] = ()
+    """Tokens of the chunk that see each other in both directions."""
     borrowed: bool = False
     """Whether K/V belong to another layer, which has put them into `kv` in this chunk. This call
     reads them and adds its share of their gradients; the other layer takes the sum."""
@@ -194,7 +203,7 @@ def _attend_to_keys(
 ) -> AttentionOutput:
     """Attend to all keys so far; a merged output is returned in the accumulation dtype."""
     blocks = call.kv.blocks(call.segments, window=call.window, local=call.local)
-    merging = len(blocks) > 1
+    merging = len(blocks) > 1 or bool(call.spans)
     sums_dtype = accumulation_dtype(q_BNCH.dtype)
     attended: AttentionOutput | None = None
     if merging or not _is_whole(q_BNCH, call):
@@ -219,6 +228,9 @@ def _attend_to_keys(
             else:
                 attended.out_BNCH[rows, :, tokens] = part.out_BNCH
                 attended.lse_BNC[rows, :, tokens] = part.lse_BNC
+        for found in _span_segments(kv_block, call):
+            assert attended is not None, "where spans are, results are merged"
+            _merge_span_segments(q_BNCH, attended, found, kv_block, call)
     assert attended is not None, "a segment that is the whole chunk sees keys"
     return attended
 
@@ -232,7 +244,7 @@ def _attend_backward(
     needs_kv: bool,
 ) -> Tensor:
     blocks = call.kv.blocks(call.segments, window=call.window, local=call.local)
-    merging = len(blocks) > 1
+    merging = len(blocks) > 1 or bool(call.spans)
     dq_BNCH: Tensor | None = None
     if merging:
         dq_BNCH = torch.zeros_like(q_BNCH, dtype=accumulation_dtype(q_BNCH.dtype))
@@ -250,6 +262,10 @@ def _attend_backward(
                 dq_BNCH[rows, :, tokens] += dq
             else:
                 dq_BNCH[rows, :, tokens] = dq
+        for found in _span_segments(kv_block, call):
+            assert dq_BNCH is not None, "where spans are, results are merged"
+            whole = AttentionOutput(out_BNCH, lse_BNC)
+            _add_span_gradients(dout_BNCH, q_BNCH, whole, dq_BNCH, found, kv_block, call, needs_kv)
     assert dq_BNCH is not None, "a segment that is the whole chunk sees keys"
     return dq_BNCH.to(q_BNCH.dtype)
 
@@ -298,6 +314,89 @@ def _backward(
     if needs_kv:
         kv_block.add_gradient(segments[0].k_start, grads.dk_BKTH, grads.dv_BKTH, segments[0].row)
     return grads.dq_BNCH
+
+
+_SpanSegments = tuple[tuple[AttentionSegment, ...], bool]
+"""Segments of equal length of spans whose tokens see each other, and whether they are reversed."""
+
+
+def _span_segments(kv_block: LayerKV, call: AttentionCall) -> Iterator[_SpanSegments]:
+    """Yield what spans whose keys are in this block need beside the causal segments."""
+    alike: dict[tuple[int, bool], list[AttentionSegment]] = {}
+    for span in call.spans:
+        if kv_block.block.start <= span.start and span.end <= kv_block.block.end:
+            for segment, is_reversed in span.segments(call.window):
+                key = segment.q_end - segment.q_start, is_reversed
+                alike.setdefault(key, []).append(segment)
+    for (_, is_reversed), segments in alike.items():
+        yield tuple(segments), is_reversed
+
+
+def _merge_span_segments(
+    q_BNCH: Tensor,
+    attended: AttentionOutput,
+    found: _SpanSegments,
+    kv_block: LayerKV,
+    call: AttentionCall,
+) -> None:
+    """Merge what the queries of `found` see of its keys into `attended`."""
+    part = call.backend.forward(
+        *(_span_queries(q_BNCH, found, call), *_span_keys(kv_block, found)),
+        band=CausalBand(0),
+        scale=call.scale,
+        softcap=call.softcap,
+    )
+    out, lse = (_turned(x, found) for x in part)
+    for index, segment in enumerate(found[0]):
+        rows, tokens = _slices((segment,), call)
+        of_segment = AttentionOutput(out[index : index + 1], lse[index : index + 1])
+        merge_into(
+            attended.out_BNCH[rows, :, tokens], attended.lse_BNC[rows, :, tokens], of_segment
+        )
+
+
+def _add_span_gradients(
+    dout_BNCH: Tensor,
+    q_BNCH: Tensor,
+    attended: AttentionOutput,
+    dq_BNCH: Tensor,
+    found: _SpanSegments,
+    kv_block: LayerKV,
+    call: AttentionCall,
+    needs_kv: bool,
+) -> None:
+    """Add the gradients of `_merge_span_segments` to `dq_BNCH` and to the sums of the keys."""
+    dout, q, out, lse = (_span_queries(x, found, call) for x in (dout_BNCH, q_BNCH, *attended))
+    grads = call.backend.backward(
+        *(dout, q, *_span_keys(kv_block, found), out, lse),
+        band=CausalBand(0),
+        scale=call.scale,
+        softcap=call.softcap,
+    )
+    dq, dk, dv = (_turned(x, found) for x in grads)
+    for index, segment in enumerate(found[0]):
+        rows, tokens = _slices((segment,), call)
+        one = slice(index, index + 1)
+        dq_BNCH[rows, :, tokens] += dq[one]
+        if needs_kv:
+            kv_block.add_gradient(segment.k_start, dk[one], dv[one], segment.row)
+
+
+def _span_queries(x_BNC: Tensor, found: _SpanSegments, call: AttentionCall) -> Tensor:
+    """Return what belongs to the queries of `found`, a batch row per segment."""
+    slices = [_slices((segment,), call) for segment in found[0]]
+    return _turned(torch.cat([x_BNC[rows, :, tokens] for rows, tokens in slices]), found)
+
+
+def _span_keys(kv_block: LayerKV, found: _SpanSegments) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of `found`, a batch row per segment."""
+    pairs = [kv_block.run(one.k_start, one.k_end, one.row) for one in found[0]]
+    k_BKCH, v_BKCH = (_turned(torch.cat(xs), found) for xs in zip(*pairs, strict=True))
+    return k_BKCH, v_BKCH
+
+
+def _turned(x_BNC: Tensor, found: _SpanSegments) -> Tensor:
+    return x_BNC.flip(2) if found[1] else x_BNC
 
 
 def _mask_of(segments: tuple[AttentionSegment, ...], window: int | None) -> Mask:

@@ -47,6 +47,30 @@ class RowSpans:
     """Keys at and after this index are padding that no query may see."""
 
 
+@dataclass(frozen=True, slots=True)
+class BidirectionalSpan:
+    """Tokens `[start, end)` of `row` that see each other in both directions, such as an image's.
+
+    They see earlier tokens as others do. All of them are in one chunk.
+    """
+
+    row: int
+    start: int
+    end: int
+    beyond_window: bool = False
+    """Whether a sliding window hides none of them from each other."""
+
+    def segments(self, window: int | None) -> Iterator[tuple[AttentionSegment, bool]]:
+        """Yield what the span's queries see that no causal segment has, and whether it is reversed.
+
+        Where it is, the last query sees one key, the last, and each before it one key more.
+        """
+        yield AttentionSegment(self.row, self.start, self.end - 1, self.start + 1, self.end), True
+        if self.beyond_window and window is not None and self.start + window < self.end:
+            first, last = self.start + window, self.end - window
+            yield AttentionSegment(self.row, first, self.end, self.start, last), False
+
+
 def chunk_segments(
     start: int,
     end: int,

@@ -33,7 +33,7 @@ from sppo_hf.attention.backends.base import (
 )
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import KVStore, KVStream, KVTransfer, LayerKV
-from sppo_hf.attention.segments import Bounds, RowSpans, chunk_segments
+from sppo_hf.attention.segments import BidirectionalSpan, Bounds, RowSpans, chunk_segments
 
 # B batch rows, N query heads, K key/value heads, C tokens of a chunk, T tokens of a run of keys, H
 # head size.
@@ -68,6 +68,8 @@ class ChunkedRows:
     """Chunks that run here; K/V of all earlier ones exist."""
     spans: tuple[RowSpans, ...] | None = None
     """Documents and padding of every row; None where each is one document."""
+    bidirectional: tuple[BidirectionalSpan, ...] = ()
+    """Tokens that see each other in both directions, in any kind of layer."""
     block_tokens: int | None = None
     """Tokens of a K/V block if K/V are offloaded; None if all are on the device."""
     backward: bool = True
@@ -156,6 +158,7 @@ def _attend_layer(
             window=layer.window,
             local=layer.local,
             softcap=layer.softcap,
+            spans=tuple(span for span in rows.bidirectional if start <= span.start < end),
         )
         q, (k, v) = zeros(layer.num_heads, end - start, layer.qk_head_size), keys_and_values(chunk)
         q, k, v = (x.requires_grad_(rows.backward) for x in (q, k, v))

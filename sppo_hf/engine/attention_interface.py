@@ -9,7 +9,9 @@ entry in its mask registry does not build a mask: it asks that function a few qu
 a `MaskMeaning`, which travels through the untouched decoder layers to attention in place of the
 mask. So the window of each layer is what the model would really have used, whatever its config
 calls it, and a mask that is neither causal nor a causal window is refused instead of being ignored.
-Padding and packing are not looked at here; the batch layout knows them.
+Beside what is causal, spans of tokens may see each other in both directions: those of an image,
+which the function knows from a table. Padding and packing are not looked at here; the batch layout
+knows them.
 
 [Note: asking a model for its masks] Transformers looks for packed documents in the `position_ids`
 that a model hands to its masking utilities, and models hand on different ones: their positions as
@@ -27,7 +29,8 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,7 +41,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from sppo_hf.attention.backends.base import AttentionSpec, Backend
 from sppo_hf.attention.chunk_attention import AttentionCall, chunk_attention
 from sppo_hf.attention.kv_cache import KVStore
-from sppo_hf.attention.segments import chunk_segments
+from sppo_hf.attention.segments import BidirectionalSpan, chunk_segments
 from sppo_hf.engine.chunk_context import ChunkContext, current
 from sppo_hf.engine.model_parts import CAPTURES, ModelParts, patched_attribute
 from sppo_hf.engine.sequence_group import (
@@ -82,9 +85,16 @@ class MaskMeaning:
     """Tokens that a query sees, itself included; None for all up to its own."""
     local: int | None = None
     """Tokens of a block; a query sees its own block only (Llama 4's chunked attention)."""
+    spans: tuple[BidirectionalSpan, ...] = ()
+    """Tokens that see each other in both directions, in order of row and token."""
     refusal: UnsupportedModelError | None = None
     """Error for a mask of another kind, raised by the first layer that attends with it; a model may
     build masks that none of its layers uses (Qwen2-MoE's window of 0)."""
+
+    def of_rows(self, start: int, end: int) -> MaskMeaning:
+        """Return the mask of batch rows `[start, end)`."""
+        spans = (replace(s, row=s.row - start) for s in self.spans if start <= s.row < end)
+        return replace(self, spans=tuple(spans))
 
     @property
     def ndim(self) -> int:
@@ -144,34 +154,72 @@ def mask_meaning(*_: Any, mask_function: Callable[..., Any], **kwargs: Any) -> M
     finished = kwargs.get("attention_mask")
     if isinstance(finished, MaskMeaning):
         return finished  # a multimodal model has built it for its text decoder
-    mask_function = _on_the_host(_without_unused_blocks(mask_function))
+    function = _on_the_host(mask_function)
+    tables: list[Tensor] = []
+    causal = _with_leaves(function, lambda leaf: _without_spans(leaf, tables))
     try:
-        windows = {_window_at(mask_function, position) for position in _PROBE_POSITIONS}
-    except IndexError:  # a table with an entry for each token, such as the blocks of images
-        return MaskMeaning(None, None, _not_causal(kwargs))
+        windows = {_window_at(causal, position) for position in _PROBE_POSITIONS}
+    except IndexError:  # another table with an entry for each token
+        return MaskMeaning(None, refusal=_not_causal(kwargs))
     window = windows.pop()
-    if windows or (window is not None and window < 1):
-        local = _block_tokens(mask_function)
-        return MaskMeaning(None, local, None if local else _not_causal(kwargs))
-    return MaskMeaning(window)
+    runs = _runs_of(tables)
+    is_band = not windows and (window is None or window > 0)
+    if not is_band or runs is None:
+        local = _block_tokens(causal) if runs == [] else None
+        return MaskMeaning(None, local, refusal=None if local else _not_causal(kwargs))
+    spans = [_seen_within(function, run, window) for run in runs]
+    seen = tuple(span for span in spans if span is not None)
+    whole = len(seen) == len(spans)
+    return MaskMeaning(window, spans=seen, refusal=None if whole else _not_causal(kwargs))
 
 
-def _without_unused_blocks(mask_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `mask_function` without bidirectional blocks, where no token is in one.
+def _without_spans(value: Any, tables: list[Tensor]) -> Any:
+    """Return a mask function by which no tokens see each other, for one that reads a table.
 
-    Multimodal models let the tokens of an image see each other, by a table with an entry for each
-    token; -1 is text. At the probe positions such a table has no entries.
+    Multimodal models let the tokens of an image see each other, by a table `[B, T]` of numbers of
+    images, of which -1 is text. It is added to `tables`. At the probe positions it has no entries.
     """
-    functions = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions")
-    if not isinstance(functions, tuple) or "or_masks" not in mask_function.__qualname__:
-        return mask_function
-    used = [f for f in functions if not _is_unused_block(f)]
-    return used[0] if len(used) == 1 else mask_function
+    if not inspect.isfunction(value):
+        return value
+    table = inspect.getclosurevars(value).nonlocals.get("block_sequence_ids")
+    if not isinstance(table, Tensor):
+        return value
+    tables.append(table)
+    return _sees_nothing
 
 
-def _is_unused_block(mask_function: Callable[..., Any]) -> bool:
-    table = inspect.getclosurevars(mask_function).nonlocals.get("block_sequence_ids")
-    return isinstance(table, Tensor) and bool((table == -1).all())
+def _sees_nothing(_batch: Any, _head: Any, query: Tensor, _key: Any) -> Tensor:
+    return torch.zeros_like(query, dtype=torch.bool)
+
+
+def _runs_of(tables: list[Tensor]) -> list[BidirectionalSpan] | None:
+    """Return the runs of equal numbers in a table, but for text and single tokens.
+
+    None if tokens that are apart have the same number, or if there are several tables.
+    """
+    spans: list[BidirectionalSpan] = []
+    for row, ids_T in enumerate(tables[0] if tables else ()):
+        changes = (torch.diff(ids_T).nonzero()[:, 0] + 1).tolist()
+        runs = list(pairwise([0, *changes, len(ids_T)]))
+        images = [(int(ids_T[start]), start, end) for start, end in runs if ids_T[start] >= 0]
+        if len({number for number, _, _ in images}) < len(images):
+            return None
+        spans += [BidirectionalSpan(row, start, end) for _, start, end in images if end - start > 1]
+    return spans if len(tables) <= 1 else None
+
+
+def _seen_within(
+    visible: Callable[..., Any], span: BidirectionalSpan, window: int | None
+) -> BidirectionalSpan | None:
+    """Return a span of a table as the mask has it; None if its tokens do not see each other.
+
+    Its first token is asked for all later ones, and its last one for all that the window hides.
+    """
+    if not all(_ask(visible, span.start, list(range(span.start, span.end)), row=span.row)):
+        return None
+    hidden = [] if window is None else list(range(span.start, span.end - window))
+    answers = set(_ask(visible, span.end - 1, hidden, row=span.row)) if hidden else {False}
+    return replace(span, beyond_window=answers.pop()) if len(answers) == 1 else None
 
 
 def _on_the_host(mask_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,9 +228,19 @@ def _on_the_host(mask_function: Callable[..., Any]) -> Callable[..., Any]:
     Llama 4's subtracts a row's padding, a tensor on the device, from the index of a key. There each
     of a hundred calls would wait for the device.
     """
+    return _with_leaves(mask_function, _moved_to_host)
+
+
+def _with_leaves(
+    mask_function: Callable[..., Any], change: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """Return `mask_function` with what its closure holds replaced by what `change` returns.
+
+    Tuples and functions that `change` returns as they are are looked into.
+    """
     closure = getattr(mask_function, "__closure__", None) or ()
     before = [cell.cell_contents for cell in closure]
-    moved = [_moved_to_host(value) for value in before]
+    moved = [_with_changed(value, change) for value in before]
     if all(one is other for one, other in zip(moved, before, strict=True)):
         return mask_function
     function = types.FunctionType(
@@ -196,14 +254,20 @@ def _on_the_host(mask_function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _moved_to_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value if value.device.type in ("cpu", "meta") else value.cpu()
+def _with_changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    changed = change(value)
+    if changed is not value:
+        return changed
     if isinstance(value, tuple):
-        moved = tuple(map(_moved_to_host, value))
-        same = all(one is other for one, other in zip(moved, value, strict=True))
-        return value if same else moved
-    return _on_the_host(value) if inspect.isfunction(value) else value
+        parts = tuple(_with_changed(part, change) for part in value)
+        same = all(one is other for one, other in zip(parts, value, strict=True))
+        return value if same else parts
+    return _with_leaves(value, change) if inspect.isfunction(value) else value
+
+
+def _moved_to_host(value: Any) -> Any:
+    is_elsewhere = isinstance(value, Tensor) and value.device.type not in ("cpu", "meta")
+    return value.cpu() if is_elsewhere else value
 
 
 def _block_tokens(visible: Callable[..., Any]) -> int | None:
@@ -247,10 +311,10 @@ def _window_at(visible: Callable[..., Any], position: int) -> int | None:
     return position - seen + 1
 
 
-def _ask(visible: Callable[..., Any], query: int, keys: list[int]) -> list[bool]:
+def _ask(visible: Callable[..., Any], query: int, keys: list[int], *, row: int = 0) -> list[bool]:
     zero = torch.zeros(len(keys), dtype=torch.long, device="cpu")
     index = torch.tensor(keys, device="cpu")
-    answer = visible(zero, zero, torch.full_like(zero, query), index)
+    answer = visible(zero + row, zero, torch.full_like(zero, query), index)
     if not isinstance(answer, Tensor):
         return [bool(answer)] * len(keys)
     return [bool(x) for x in answer.expand(len(keys)).tolist()]
@@ -421,6 +485,7 @@ def attention_forward(
             window=window,
             local=local,
             softcap=softcap,
+            spans=tuple(s for s in attention_mask.spans if context.start <= s.start < context.end),
             borrowed=borrowed,
             stash=context.stash,
             counters=context.counters,

@@ -35,9 +35,9 @@ import torch
 from torch import Tensor, nn
 
 from sppo_hf.attention.kv_cache import KVStore, KVStream, LayerKV
-from sppo_hf.attention.segments import RowSpans
+from sppo_hf.attention.segments import BidirectionalSpan, RowSpans
 from sppo_hf.engine.action_log import ActionLog, LayerLog
-from sppo_hf.engine.attention_interface import chunked_attention
+from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
 from sppo_hf.engine.chunk_context import (
     Attended,
     ChooseBackend,
@@ -122,6 +122,16 @@ class ChunkInputs:
     added: dict[str, dict[Any, Tensor]] = dataclasses.field(default_factory=dict)
     """Arguments with tensors `[B, T, D]` that a decoder adds to the hidden states of some layers,
     by the layer's index or number; they are passed as `[B * C, D]`."""
+    masks: dict[Any, MaskMeaning] = dataclasses.field(default_factory=dict)
+    """The decoder's masks by kind of layer, or by None for all, where it is given them."""
+
+    def spans(self, start: int, end: int) -> tuple[BidirectionalSpan, ...]:
+        """Return what tokens of rows `[start, end)` see each other in both directions anywhere."""
+        masks = [mask.of_rows(start, end) for mask in self.masks.values()]
+        spans = [span for mask in masks for span in mask.spans]
+        # Of one that only some layers have beyond their window, that one.
+        spans.sort(key=lambda span: span.beyond_window)
+        return tuple({(span.row, span.start): span for span in spans}.values())
 
     def rows(self, start: int, end: int) -> ChunkInputs:
         """Return the inputs of batch rows `[start, end)`."""
@@ -134,6 +144,7 @@ class ChunkInputs:
                 name: {layer: x[start:end] for layer, x in tensors.items()}
                 for name, tensors in self.added.items()
             },
+            {kind: mask.of_rows(start, end) for kind, mask in self.masks.items()},
         )
 
     def chunk(self, start: int, end: int) -> dict[str, Any]:
@@ -146,14 +157,17 @@ class ChunkInputs:
             name: {layer: x[:, start:end].flatten(0, 1) for layer, x in tensors.items()}
             for name, tensors in self.added.items()
         }
+        # All ones: padding is in the batch layout. Given a mask, Transformers does not look for
+        # packed documents in the positions, which would wait for the device.
+        mask: Any = self.masks.get(None, self.masks)
+        if not mask:
+            mask = torch.ones(first.shape[:2], dtype=torch.bool, device=first.device)
         return {
             **self.constants,
             **added,
             **tokens,
             "position_ids": self.position_ids[..., start:end],
-            # All ones: padding is in the batch layout. Given a mask, Transformers does not look for
-            # packed documents in the positions, which would wait for the device.
-            "attention_mask": torch.ones(first.shape[:2], dtype=torch.bool, device=first.device),
+            "attention_mask": mask,
         }
 
 
@@ -380,7 +394,7 @@ class ChunkRunner:
             group=self.group,
         )
         noise = self.parts.noise_of_sequence(
-            inputs["attention_mask"].shape[1], self.plan.bounds[-1][1]
+            inputs["position_ids"].shape[-1], self.plan.bounds[-1][1]
         )
         with chunked_attention(context), self.around_layers(), noise:
             try:

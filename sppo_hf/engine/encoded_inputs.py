@@ -2,8 +2,8 @@
 
 The model's own code runs once, as far as the decoder: encoders, and the embedding of all tokens,
 into which it puts what they return. Chunks are then slices of what the decoder was given, and call
-the decoder instead of the base model. Its attention must be causal: a model that builds another
-mask for images is refused.
+the decoder instead of the base model. Where tokens of an image see each other in both directions,
+no chunk ends between them. A model that builds another mask for images is refused.
 
 [Note: trained encoders] What they would save for backward, often more than all text, is not kept.
 They run once more when the backward of all chunks has ended, layer by layer where their layers
@@ -101,7 +101,8 @@ def encode(call: ForwardCall) -> EncodedInputs:
 
     Raises:
         ConfigError: The decoder is given something else for images than chunks can take.
-        UnsupportedModelError: Its attention is not causal with these inputs.
+        UnsupportedModelError: With these inputs its attention is neither causal nor, for the tokens
+            of an image, in both directions.
     """
     parts = call.parts
     optional = {"attention_mask": call.attention_mask, "position_ids": call.position_ids}
@@ -164,7 +165,7 @@ def _as_inputs(call: ForwardCall, seen: dict[str, Any]) -> ChunkInputs:
     parts, shape = call.parts, (call.batch_rows, call.total_tokens)
     embeds = seen.pop("inputs_embeds", None)
     _check_embeddings(call, embeds)
-    _check_mask(call, seen.get("attention_mask"))
+    masks = _masks(call, seen.get("attention_mask"))
     positions = _positions(call, seen.pop("position_ids", None))
     tokens = {"inputs_embeds": embeds}
     added = {}
@@ -188,20 +189,26 @@ def _as_inputs(call: ForwardCall, seen: dict[str, Any]) -> ChunkInputs:
                 f"{parts.name}: its text decoder is given {name} for images or sound, which cannot "
                 "be sliced along the tokens. Train on batches of text, or revert the model."
             )
-    return ChunkInputs(tokens, positions, constants | call.router_switch, added)
+    return ChunkInputs(tokens, positions, constants | call.router_switch, added, masks)
 
 
-def _check_mask(call: ForwardCall, mask: Any) -> None:
-    """Refuse a mask that the base model has built for its decoder, unless it is causal."""
-    for one in mask.values() if isinstance(mask, dict) else [mask]:
-        is_causal = isinstance(one, MaskMeaning) and one.refusal is None
-        if one is not None and one is not call.attention_mask and not is_causal:
+def _masks(call: ForwardCall, given: Any) -> dict[Any, MaskMeaning]:
+    """Return the masks that the base model has built for its decoder, by kind of layer.
+
+    Nothing where they are causal, as those are that the decoder builds for a chunk by itself.
+    """
+    masks = given if isinstance(given, dict) else {None: given}
+    for one in masks.values():
+        known = isinstance(one, MaskMeaning) and one.refusal is None
+        spans_and_states = known and one.spans and call.parts.has_recurrent_state
+        if one is not None and one is not call.attention_mask and (not known or spans_and_states):
             raise UnsupportedModelError(
-                f"{call.parts.name} lets tokens of an image see each other in both directions "
-                f"(its attention mask is not causal), which chunks cannot do. Remedy: train on "
-                f"batches of text (leave {', '.join(call.encoder_inputs)} out), or revert the "
-                "model."
+                f"{call.parts.name} builds an attention mask for images that is neither causal nor "
+                "lets the tokens of each image alone see each other in both directions, which "
+                "chunks cannot do. Remedy: train on batches of text (leave "
+                f"{', '.join(call.encoder_inputs)} out), or revert the model."
             )
+    return masks if any(isinstance(m, MaskMeaning) and m.spans for m in masks.values()) else {}
 
 
 def _check_embeddings(call: ForwardCall, embeds: Tensor | None) -> None:

@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch._C._functorch import peek_interpreter_stack  # type: ignore[import-no
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
+from sppo_hf.attention.segments import BidirectionalSpan
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.action_log import ActionLog, TraceFolder
 from sppo_hf.engine.chunk_context import current_of
@@ -68,7 +69,7 @@ from sppo_hf.errors import ConfigError, SPPOError, UnsupportedModelError
 from sppo_hf.offload.engine import OffloadEngine, OffloadStats
 from sppo_hf.offload.host_memory import HostPoolFull
 from sppo_hf.offload.weights import HostWeights
-from sppo_hf.planning.chunk_bounds import Bounds
+from sppo_hf.planning.chunk_bounds import Bounds, moved_out_of
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan
 from sppo_hf.planning.tiers import TIERS, Tier
@@ -350,10 +351,15 @@ class Engine:
 
     def most_loss_tiles(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
         """The number of tiles of the chunk that has most of them on any rank that shares it."""
+        tokens = self.most_loss_tokens(call, plan, whole_logits=whole_logits)
+        return -(-tokens // plan.tile_tokens)
+
+    def most_loss_tokens(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
+        """Tokens, over all rows that run together, of the longest chunk on any such rank."""
         ranks = 1 if self.group is None or whole_logits else self.group.size
         tokens = max(max(rank_token_counts(end - start, ranks)) for start, end in plan.bounds)
         rows = max(end - start for start, end in call.row_groups(self.config))
-        return -(-rows * tokens // plan.tile_tokens)
+        return rows * tokens
 
     def step_done(self, log: ActionLog | None, timer: StepTimer) -> None:
         """Called when a training step, forward and backward, has ended on the host."""
@@ -501,6 +507,20 @@ class Engine:
             warnings.warn(message, stacklevel=2)
 
 
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows of a batch that pass the chunks together, before the next group does."""
+
+    rows: tuple[int, int]
+    """The first row, and one past the last."""
+    plan: Plan
+    """The step's plan, of which no chunk ends within `bidirectional`."""
+    bidirectional: tuple[BidirectionalSpan, ...]
+    """Tokens that see each other in both directions."""
+    first_unit: int
+    """Number of the group's first chunk in the log."""
+
+
 @dataclass(eq=False)
 class ForwardStep:
     """One call that runs in chunks, by one plan: its forward, until it returns the output."""
@@ -548,6 +568,7 @@ class ForwardStep:
         """Frees heap memory on a CPU."""
         self._encoded: EncodedInputs | None = None
         """The text decoder's inputs, if some are images or sound."""
+        self._groups: list[RowGroup] = []
 
     def run(self) -> Any:
         """Run the layers, then head and loss; returns what the model's forward would.
@@ -555,19 +576,14 @@ class ForwardStep:
         Raises:
             UnsupportedModelError: The call asks for a router loss, whose factors are not found.
         """
-        engine, call, layout, plan = self.engine, self.call, self.layout, self.plan
+        engine, call, plan = self.engine, self.call, self.plan
         router_loss = RouterLoss.of_call(call)
-        used = layout.used_tokens or call.total_tokens
-        used = call.total_tokens if self._runs_all_chunks else used
-        chunks = range(sum(start < used for start, _ in plan.bounds))
-        step = (
-            StepRows(plan, end - start, layout.spans(start, end), chunks, self._group)
-            for start, end in call.row_groups(engine.config)
-        )
-        engine.plans.warm_up_attention(step, call.device, engine.observer)
         with engine.placement.loaded(backward_follows=torch.is_grad_enabled(), log=self._log):
             if call.encoder_inputs:
                 self._encoded = encode(call)
+            self._groups = self._row_groups()
+            step = map(self._step_rows, self._groups)
+            engine.plans.warm_up_attention(step, call.device, engine.observer)
             self._heap = HeapWatch.of_step(plan, self._parts.causal_lm.parameters())
             standard = self._parts.causal_lm.loss_function is ForCausalLMLoss
             output: Any
@@ -585,9 +601,65 @@ class ForwardStep:
         engine.plans.forward_done(plan)
         return output
 
+    def _row_groups(self) -> list[RowGroup]:
+        """Groups of rows that run one after the other: one, or as `micro_batch_size` says.
+
+        Where images of several rows leave no place between chunks, rows run one by one.
+
+        Raises:
+            ConfigError: A chunk cannot hold a row's image, or not those of all rows, where rows
+                cannot run one by one: ranks have agreed on the number of groups, or weights are on
+                the host.
+        """
+        at_once = self._runs_all_chunks or self.engine.weights is not None
+        found: list[tuple[tuple[int, int], Plan]] = []
+        for start, end in self.call.row_groups(self.engine.config):
+            try:
+                found.append(((start, end), self._plan_of(start, end)))
+            except ConfigError:
+                if end - start == 1 or at_once:
+                    raise
+                each = range(start, end)
+                found += [((row, row + 1), self._plan_of(row, row + 1)) for row in each]
+        return [
+            RowGroup(rows, plan, self._bidirectional(*rows), index * plan.num_chunks)
+            for index, (rows, plan) in enumerate(found)
+        ]
+
+    def _bidirectional(self, start: int, end: int) -> tuple[BidirectionalSpan, ...]:
+        return () if self._encoded is None else self._encoded.inputs.spans(start, end)
+
+    def _plan_of(self, start: int, end: int) -> Plan:
+        """The plan, of which no chunk ends where tokens of rows `[start, end)` see each other.
+
+        It is one plan for all batches of this shape, wherever their images are.
+        """
+        plan = self.plan
+        spans = ((span.start, span.end) for span in self._bidirectional(start, end))
+        bounds = moved_out_of(plan.bounds, spans)
+        if bounds == plan.bounds:
+            return plan
+        moved = replace(plan, bounds=bounds)
+        if self._runs_all_chunks:  # ranks have agreed on the number of the loss's tiles
+            whole = bool(CollectedLogits(self.logits))
+            longest = self.engine.most_loss_tokens(self.call, moved, whole_logits=whole)
+            tile_tokens = max(plan.tile_tokens, -(-longest // self.loss_tiles))
+            moved = replace(moved, tile_tokens=tile_tokens)
+        return moved
+
+    def _step_rows(self, group: RowGroup) -> StepRows:
+        """What runs of a group, for kernels that build a plan for each shape."""
+        used = self.layout.used_tokens or self.call.total_tokens
+        used = self.call.total_tokens if self._runs_all_chunks else used
+        chunks = range(sum(start < used for start, _ in group.plan.bounds))
+        start, end = group.rows
+        spans = self.layout.spans(start, end)
+        rows = (group.plan, end - start, spans, chunks)
+        return StepRows(*rows, self._group, group.bidirectional)
+
     def _loss(self, router_loss: RouterLoss | None) -> CausalLMOutputWithPast:
         """Run the layers, and head and standard loss chunk by chunk, with the requested logits."""
-        call, plan, logits = self.call, self.plan, self.logits
+        call, groups, logits = self.call, self._groups, self.logits
         assert call.shift_labels is not None
         if logits.whole and logits.requested_by:
             self._warn_of_full_logits(logits.requested_by)
@@ -601,24 +673,24 @@ class ForwardStep:
         head_in_backward = self._is_sharded or self._parts.head_is_hooked()
         loss = self.engine.chunked_loss(
             call,
-            plan,
+            max((group.plan for group in groups), key=lambda plan: plan.tile_tokens),
             head_in_backward=head_in_backward,
             on_logits=collected.add if collected and not in_graph else None,
             min_tiles=self.loss_tiles,
         )
-        counts = labelled_chunks(self.layout, plan.bounds)
-        if self._runs_all_chunks:
-            counts = set(range(plan.num_chunks))
-        # By layer the layers' backward comes after the loss's of all chunks.
-        frees = counts if plan.order == "by_chunk" else {min(counts)}
-        groups = list(call.row_groups(self.engine.config))
-        last = (groups[-1], max(counts))
         totals: list[Tensor] = []
         for group in groups:
+            plan = group.plan
+            counts = labelled_chunks(self.layout, plan.bounds)
+            if self._runs_all_chunks:
+                counts = set(range(plan.num_chunks))
+            # By layer the layers' backward comes after the loss's of all chunks.
+            frees = counts if plan.order == "by_chunk" else {min(counts)}
             collected.begin_group()
-            labels_BT = call.shift_labels[group[0] : group[1]]
+            rows = slice(*group.rows)
+            labels_BT = call.shift_labels[rows]
             # Not if the head runs right before the layers' backward: its logits are at the peak.
-            backward_next = group == groups[-1] and not head_in_backward and not in_graph
+            backward_next = group is groups[-1] and not head_in_backward and not in_graph
             hidden = self._hidden(
                 group,
                 backward_next=backward_next,
@@ -629,8 +701,8 @@ class ForwardStep:
                 if chunk in counts:
                     start, end = plan.bounds[chunk]
                     labels_BC = chunk_labels(labels_BT, (start, end), sharing, call.ignore_index)
-                    final = (group, chunk) == last
-                    collected.begin_chunk(labels[group[0] : group[1], start:end])
+                    final = group is groups[-1] and chunk == max(counts)
+                    collected.begin_chunk(labels[rows, start:end])
                     totals.append(loss.add(hidden_BCD, labels_BC, last=final, frees=chunk in frees))
                     if in_graph:
                         collected.add(
@@ -656,7 +728,7 @@ class ForwardStep:
     def _whole_hidden(self, router_loss: RouterLoss | None) -> Tensor:
         """Hidden states of all rows and tokens, `[B, T, D]`; no copy is left beside them."""
         rows = []
-        for group in self.call.row_groups(self.engine.config):
+        for group in self._groups:
             chunks = self._hidden(
                 group, skip_padding=False, whole_chunks=True, router_loss=router_loss
             )
@@ -685,7 +757,7 @@ class ForwardStep:
 
     def _hidden(
         self,
-        group: tuple[int, int],
+        group: RowGroup,
         *,
         skip_padding: bool = True,
         backward_next: bool = False,
@@ -696,18 +768,21 @@ class ForwardStep:
 
         If ranks share the sequence, C counts this rank's tokens, or all with `whole_chunks`.
         """
-        engine, call, layout, plan = self.engine, self.call, self.layout, self.plan
+        engine, call, layout, plan = self.engine, self.call, self.layout, group.plan
         inputs, encoded = self._inputs(), self._encoded
         runner = ChunkRunner(
             self._parts,
             plan,
-            rows=layout.spans(*group),
+            rows=layout.spans(*group.rows),
             last_position=inputs.position_ids.max().view(1, 1),
-            choose_backend=engine.plans.choose_backend,
+            # Not a method of this object either: layers that run again in backward hold it.
+            choose_backend=functools.partial(
+                engine.plans.choose_backend, varied=bool(group.bidirectional)
+            ),
             counters=engine.counters,
             offload=engine.offload,
             log=self._log,
-            first_unit=plan.num_chunks * (group[0] // call.micro_batch_rows(engine.config)),
+            first_unit=group.first_unit,
             weights=engine.weights,
             group=self._group,
             heap=self._heap,
@@ -715,7 +790,7 @@ class ForwardStep:
             is_sharded=self._is_sharded,
             root=None if encoded is None else self._parts.decoder,
         )
-        inputs = inputs.rows(*group)
+        inputs = inputs.rows(*group.rows)
         skip_padding &= layout.used_tokens > 0 and not self._runs_all_chunks
         stop = layout.used_tokens if skip_padding else call.total_tokens
         chunks = runner.run(inputs, stop_token=stop, timer=self.timer)
@@ -724,7 +799,7 @@ class ForwardStep:
             hidden_BCD = output.last_hidden_state
             if router_loss is not None:
                 router_loss.add(
-                    output.router_logits, call.attention_mask, group, runner.rank_tokens(chunk)
+                    output.router_logits, call.attention_mask, group.rows, runner.rank_tokens(chunk)
                 )
             self.timer.watch_backward(chunk, hidden_BCD)
             if whole_chunks and self._group is not None:

@@ -22,7 +22,7 @@ import torch
 
 from sppo_hf.attention.backends.base import AttentionSpec, Backend, determinism
 from sppo_hf.attention.backends.select import Selection, select_backend
-from sppo_hf.attention.segments import RowSpans
+from sppo_hf.attention.segments import BidirectionalSpan, RowSpans
 from sppo_hf.attention.warm_up import ChunkedRows, LayerAttention, WarmUp
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine.device_facts import (
@@ -130,6 +130,8 @@ class StepRows(NamedTuple):
     chunks: range
     group: SequenceGroup | None
     """The ranks that share the chunks; None if this rank has whole chunks."""
+    bidirectional: tuple[BidirectionalSpan, ...] = ()
+    """Tokens that see each other in both directions."""
 
 
 def offloaded_bytes(plan: Plan) -> int:
@@ -625,15 +627,16 @@ class PlanCache:
             self._shapes[self.trained] = model_shape(self._parts)
         return self._shapes[self.trained]
 
-    def choose_backend(self, requirement: AttentionSpec) -> Backend:
+    def choose_backend(self, requirement: AttentionSpec, *, varied: bool = False) -> Backend:
         """The attention backend for a layer's requirement.
 
-        If rows have many lengths, "auto" prefers a backend that builds nothing for each shape.
+        If rows have many lengths, or chunks other lengths in each batch (`varied`), "auto" prefers
+        a backend that builds nothing for each shape.
 
         Raises:
             ConfigError: The configured backend is not installed or does not support it.
         """
-        return self._select(requirement).backend
+        return self._select(replace(requirement, varied=requirement.varied or varied)).backend
 
     def _select(self, requirement: AttentionSpec) -> Selection:
         if len(self._lengths) > _MAX_FIXED_LENGTHS:
@@ -708,6 +711,7 @@ class PlanCache:
                 bounds=plan.bounds,
                 chunks=part.chunks,
                 spans=part.spans,
+                bidirectional=part.bidirectional,
                 block_tokens=None if plan.kv_tier == "device" else plan.kv_block_tokens,
                 backward=torch.is_grad_enabled(),
                 reruns_attention=any(
@@ -715,10 +719,8 @@ class PlanCache:
                 ),
             )
             for layer in self._attentions(plan.shape, device, part.group):
-                requirement = _requirement(layer, device)
-                if part.spans is not None:
-                    requirement = replace(requirement, varied=True)
-                backend = self.choose_backend(requirement)
+                varied = part.spans is not None or bool(part.bidirectional)
+                backend = self.choose_backend(_requirement(layer, device), varied=varied)
                 new = self._warm_up.run(layer, rows, backend, device)
                 num_shapes += new
                 names |= {backend.name} if new else set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -166,6 +166,46 @@ def lengthened(bounds: Bounds, shape: ModelShape) -> Bounds:
             "larger chunk_tokens)."
         )
     return _pairs([*starts[1:], bounds[-1][1]])
+
+
+def moved_out_of(bounds: Bounds, spans: Iterable[tuple[int, int]]) -> Bounds:
+    """Moves bounds out of spans of tokens, by as few tokens as can be: no chunk ends within one.
+
+    Of overlapping spans, as those of several rows may be, a bound leaves all. The number of chunks
+    stays: ranks that gather weights for every chunk wait for each other.
+
+    Raises:
+        ConfigError: a chunk would have no tokens left.
+    """
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and start < joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    total = bounds[-1][1]
+    # The fewest tokens by which all bounds so far have moved, and where they then are, by the last.
+    best: list[tuple[int, tuple[int, ...]]] = [(0, (0,))]
+    full = (0, 0)
+    for bound, _ in bounds[1:]:
+        around = next((span for span in joined if span[0] < bound < span[1]), None)
+        full = around or full
+        longer: list[tuple[int, tuple[int, ...]]] = []
+        for place in around or (bound,):
+            before = [(tokens, places) for tokens, places in best if places[-1] < place < total]
+            if before:
+                tokens, places = min(before)
+                longer.append((tokens + abs(bound - place), (*places, place)))
+        if not longer:
+            start, end = full
+            raise ConfigError(
+                f"{total:,} tokens in {len(bounds)} chunks: tokens {start:,} to {end:,} see each "
+                "other in both directions (those of an image, or of images in several rows side "
+                f"by side), so a chunk has to hold all {end - start:,}. Set fewer chunks "
+                "(num_chunks, or a larger chunk_tokens), or micro_batch_size=1."
+            )
+        best = longer
+    return _pairs([*min(best)[1][1:], total])
 
 
 def partition_of(config: SPPOConfig, *, stages: int = 1) -> Literal["flops", "even"]:

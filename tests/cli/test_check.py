@@ -243,7 +243,7 @@ def test_a_multimodal_model_is_checked_whole(tmp_path: Path) -> None:
         ("llava", (), "exact", ""),
         # They have a length of their own, to which the given chunks would not fit.
         ("llava", ("--chunks", "9,6,14"), "exact", ""),
-        ("gemma3", (), "refused", "in both directions"),
+        ("chameleon", (), "refused", "holds images or sound"),
     ],
 )
 def test_images_are_tried_where_a_model_takes_some(

@@ -7,6 +7,7 @@ import torch
 from transformers import masking_utils as masks
 
 from sppo_hf import UnsupportedModelError
+from sppo_hf.attention.segments import BidirectionalSpan
 from sppo_hf.engine.attention_interface import (
     MaskFound,
     MaskMeaning,
@@ -67,6 +68,52 @@ def test_tables_of_image_blocks_without_images_are_not_asked_far_from_zero():
     text = torch.full((2, 5), -1)
     function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(text))
     assert mask_meaning(mask_function=function) == MaskMeaning(None)
+
+
+TABLE = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, 2], [3, 3, 3, 3, 3, -1, -1, -1]])
+"""Images of two rows: of three, two, one and five tokens."""
+
+
+@pytest.mark.parametrize("window", [None, 2, 8])
+@pytest.mark.parametrize("beyond_window", [False, True])
+def test_tokens_that_see_each_other_in_both_directions(window, beyond_window):
+    """With a window that counts among them, as in Gemma 3, or not, as in Gemma 4 Unified."""
+    images = masks.blockwise_overlay(TABLE)
+    if window is None:
+        function = masks.or_masks(masks.causal_mask_function, images)
+    elif beyond_window:
+        function = masks.or_masks(masks.sliding_window_causal_mask_function(window), images)
+    else:
+        both = masks.or_masks(masks.causal_mask_function, images)
+        function = masks.and_masks(both, masks.sliding_window_overlay(window))
+    found = mask_meaning(mask_function=function)
+    hidden = beyond_window and window == 2
+    spans = (
+        BidirectionalSpan(0, 1, 4, hidden),
+        BidirectionalSpan(0, 5, 7, False),
+        BidirectionalSpan(1, 0, 5, hidden),
+    )
+    assert found == MaskMeaning(window, spans=spans)
+    assert found.of_rows(1, 2).spans == (BidirectionalSpan(0, 0, 5, hidden),)
+
+
+@pytest.mark.parametrize("made", [
+    # One number for tokens that are apart; a token that nobody sees; within blocks.
+    lambda: masks.or_masks(
+        masks.causal_mask_function, masks.blockwise_overlay(torch.tensor([[0, 0, -1, 0]]))
+    ),
+    lambda: masks.and_masks(
+        masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(TABLE)),
+        lambda b, h, q, k: k != 3,
+    ),
+    lambda: masks.or_masks(
+        masks.chunked_causal_mask_function(64, torch.zeros(2, dtype=torch.long)),
+        masks.blockwise_overlay(TABLE),
+    ),
+], ids=["apart", "not all", "in blocks"])  # fmt: skip
+def test_other_masks_of_images_are_refused(made):
+    meaning = mask_meaning(mask_function=made(), config=tiny_config("llama"))
+    assert isinstance(meaning.refusal, UnsupportedModelError)
 
 
 def test_a_finished_mask_is_taken_as_it_is():

@@ -340,9 +340,9 @@ def test_a_step_runs_with_its_device_as_the_current_one(model, ids, monkeypatch)
 
 
 def _noting(method, notes, value):
-    def noting(*args):
+    def noting(*args, **options):
         notes.append(list(value))
-        return method(*args)
+        return method(*args, **options)
 
     return noting
 

@@ -107,18 +107,18 @@ def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
 
 @needs_fsdp2
 @pytest.mark.parametrize(
-    ("settings", "kind"),
+    ("settings", "kind", "family"),
     [
-        ({"order": "by_layer"}, "fsdp2"),
-        ({"order": "by_chunk", "num_chunks": 3}, "fsdp2"),
-        ({"sp_size": 2, "num_chunks": 3}, "fsdp2"),
-        ({"num_chunks": 3}, "raw"),
+        ({"order": "by_layer"}, "fsdp2", "qwen3_vl"),
+        ({"order": "by_chunk", "num_chunks": 3}, "fsdp2", "gemma3"),
+        ({"sp_size": 2, "num_chunks": 3}, "fsdp2", "qwen3_vl"),
+        ({"num_chunks": 3}, "raw", "qwen3_vl"),
     ],
     ids=["by layer", "by chunk", "shared", "ddp"],
 )
-def test_images_on_two_ranks(tmp_path: Path, settings, kind):
+def test_images_on_two_ranks(tmp_path: Path, settings, kind, family):
     """Encoders train, sharded by layer; each rank has other images, and one of them a row less."""
-    job = {"kind": kind, "images": [0, 1, 2, 4, 5, 7]}
+    job = {"kind": kind, "images": [0, 1, 2, 4, 5, 7], "family": family}
     shares = settings.get("sp_size", 1)
     ours = run_job({**job, "settings": settings, "rows": 2 * shares}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")

@@ -54,7 +54,9 @@ def _train(folder: Any, name: str, plugin: SPPOPlugin | None, *, lora: bool) -> 
     return {"losses": losses, "logits": predicted if plugin is not None else predicted[0]}
 
 
-@pytest.mark.parametrize(("name", "lora"), sample([("qwen3_vl", True), ("qwen3_5", False)], 2))
+@pytest.mark.parametrize(
+    ("name", "lora"), sample([("qwen3_vl", True), ("gemma3", False), ("qwen3_5", False)], 2)
+)
 def test_training_evaluation_and_predictions(tmp_path: Any, name: str, lora: bool) -> None:
     plain = _train(tmp_path / "plain", name, None, lora=lora)
     plugin = SPPOPlugin(num_chunks=3, show_plan=False)

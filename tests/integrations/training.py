@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -67,7 +68,9 @@ def with_image(model: Any, row: dict[str, torch.Tensor], has_one: bool) -> dict[
     ids = row["input_ids"].masked_fill(row["input_ids"] == IMAGE_TOKEN, IMAGE_TOKEN + 1)
     row = {**row, "input_ids": ids}
     if not has_one:
-        return {**row, "mm_token_type_ids": torch.zeros_like(ids)}
+        names = inspect.signature(model.base_model.forward).parameters
+        types = next(name for name in names if name.endswith("token_type_ids"))
+        return {**row, types: torch.zeros_like(ids)}
     batch = {name: x[None] for name, x in row.items()}
     found = add_images(model, batch, images=1, seed=int(ids[0]))
     return {name: x if _is_of_images(name) else x[0] for name, x in found.items()}

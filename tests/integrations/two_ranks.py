@@ -115,19 +115,27 @@ def _write_slowly(save: Callable[[Trainer, str], None]) -> Callable[[Trainer, st
     return save_later
 
 
+LAYERS = {
+    "qwen3_vl": ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"],
+    "gemma3": ["Gemma3DecoderLayer", "SiglipEncoderLayer"],
+}
+"""Layers of the decoder and of the encoder that FSDP2 shards by themselves."""
+
+
 def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
     """Train by a raw loop under FSDP2 on several ranks, or plainly on one.
 
     With "lengths" the rows of a step have these, and with "pads" all ranks pad theirs alike. With
-    "images" the model is a Qwen3-VL, of whose rows these have an image each.
+    "images" the model is of the multimodal "family", and of its rows these have an image each.
     """
     sharding = None
+    family = job.get("family", "qwen3_vl")
     if job["kind"] == "fsdp2" and PartialState(cpu=True).num_processes > 1:
         let_fsdp_run_on_cpus()
         sharding = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]
+            transformer_cls_names_to_wrap=LAYERS[family]
             if "images" in job
             else ["LlamaDecoderLayer"],
             state_dict_type="SHARDED_STATE_DICT",
@@ -137,7 +145,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     model: nn.Module = make_model(tie_word_embeddings=job.get("tied", False))
     rows = make_rows(32)
     if "images" in job:
-        model = build_tiny_model("qwen3_vl", dtype=torch.float32)
+        model = build_tiny_model(family, dtype=torch.float32)
         rows = [with_image(model, row, index in job["images"]) for index, row in enumerate(rows)]
     model = _lora(model) if job.get("lora") else model
     # Of Adam every operation on a sharded tensor would be looked up, which takes a rank longest.

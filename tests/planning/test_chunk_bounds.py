@@ -1,6 +1,6 @@
 """Chunk bounds: the papers' worked lengths, exactness on any length, errors that help."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise, product
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from sppo_hf.planning.chunk_bounds import (
     chunk_bounds,
     chunk_cuts,
     even_bounds,
+    moved_out_of,
 )
 from sppo_hf.planning.model_shape import ModelShape
 from tests.planning.shapes import gpt_shape, llama_config, shape_of, tiny_shape
@@ -220,3 +221,47 @@ def test_rows_of_any_length_have_a_cut_with_few_chunks() -> None:
         cuts = list(chunk_cuts(small_shape(), tokens, "even"))
         assert cuts
         assert min(len(bounds) for bounds in cuts) <= max(256, tokens // 16_384)
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(2, 30)), max_size=12),
+)
+def test_no_chunk_ends_in_a_span(lengths, spans):
+    """Each bound that is in some moves to an end of all of them, and all together the least."""
+    ends = list(accumulate(lengths))
+    bounds = tuple(pairwise([0, *ends]))
+    inside = [(start, start + tokens) for start, tokens in spans if start + tokens <= ends[-1]]
+
+    def places(bound):
+        """The next on either side that are in no span; `bound` itself if it is in none."""
+        free = [x for x in range(ends[-1] + 1) if not any(start < x < end for start, end in inside)]
+        return {max(x for x in free if x <= bound), min(x for x in free if x >= bound)}
+
+    def grows(moved):
+        return all(one < other for one, other in pairwise((0, *moved, ends[-1])))
+
+    possible = list(filter(grows, product(*map(places, ends[:-1]))))
+    if not possible:
+        with pytest.raises(ConfigError, match="has to hold all"):
+            moved_out_of(bounds, inside)
+        return
+    least = min(sum(abs(x - y) for x, y in zip(one, ends, strict=False)) for one in possible)
+    moved = moved_out_of(bounds, inside)
+    assert moved[-1][1] == ends[-1]
+    found = tuple(end for _, end in moved[:-1])
+    assert found in possible
+    assert sum(abs(x - y) for x, y in zip(found, ends, strict=False)) == least
+
+
+def test_bounds_move_to_the_nearer_end_of_overlapping_spans():
+    bounds = ((0, 10), (10, 20), (20, 30), (30, 40))
+    assert moved_out_of(bounds, ()) == bounds
+    spans = [(8, 12), (11, 16), (19, 24), (24, 29), (30, 33)]
+    assert moved_out_of(bounds, spans) == ((0, 8), (8, 19), (19, 30), (30, 40))
+    # Both bounds are nearest to its first token, which only one of them can be.
+    assert moved_out_of(((0, 4), (4, 6), (6, 20)), [(3, 12)]) == ((0, 3), (3, 12), (12, 20))
+    with pytest.raises(
+        ConfigError, match=r"20 tokens in 4 chunks: tokens 3 to 12 see .* all 9\. S"
+    ):
+        moved_out_of(((0, 4), (4, 6), (6, 12), (12, 20)), [(3, 12)])
