@@ -270,7 +270,8 @@ Tokens of an image see each other in both directions in Gemma 3, ShieldGemma 2, 
 checkpoints of Gemma 4 whose `text_config` has `use_bidirectional_attention="vision"`, its larger
 ones (here "gemma4-bidirectional"). Chunks then end beside images. `sppo check MODEL` tries images,
 too. Videos are exact with Qwen2.5-VL and Qwen3-VL, sound with Voxtral and Qwen2-Audio
-(`tests/engine/test_multimodal.py`); other types were not tried with them. Made with Transformers {census["images"]["transformers"]}.
+(`tests/engine/test_multimodal.py`); other types were not tried with them. Made with
+Transformers {census["images"]["transformers"]}.
 
 {images_markdown(census["images"]["groups"])}"""
     (root / PAGE).write_text(text, encoding="utf-8")
