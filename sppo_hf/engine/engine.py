@@ -219,8 +219,9 @@ class Engine:
             return
         raise ConfigError(
             f"{seen}. SPPO would never be in use. Allowed: calls of {name} itself, or of a wrapper "
-            "made after the conversion. Remedy: call model = plugin.convert(model) before the "
-            "model is wrapped (by get_peft_model, for example); or train without SPPO."
+            f"made after the conversion. Remedy: where your own code (compute_loss, say) calls the "
+            f"{base}, call the model; else call model = plugin.convert(model) before the model is "
+            "wrapped (by get_peft_model, for example); or train without SPPO."
         )
 
     def _refuse_other_threads(self) -> None:

@@ -699,9 +699,9 @@ def _refuse_left_padding(
     if reason:
         raise ConfigError(
             f"attention_mask has left padding in row {row}: {reason}. Right padding is always "
-            "fine: set tokenizer.padding_side = 'right', or drop the padding. TRL's GRPOTrainer "
-            "and RLOOTrainer pad prompts on the left whatever is set: give them prompts of one "
-            "length."
+            "fine: set tokenizer.padding_side = 'right', or drop the padding. TRL's trainers that "
+            "generate (GRPOTrainer, RLOOTrainer and others) pad prompts on the left whatever is "
+            "set: give them prompts of one length."
         )
 
 
