@@ -93,6 +93,9 @@ LONG = SearchSpace(
     partitions=("even", "bounded"),
     activation_rules=RULES,
     sp=(1,),
+    # As in the papers.
+    sharded=(False,),
+    orders=("by_chunk",),
     chunk_tokens=(8 * K, 32 * K),
     min_device_share=0.9,
 )
@@ -376,7 +379,6 @@ def trl_row(tokens_k: int) -> dict[str, Any]:
         schedules=("seq1f1b", "interleaved_seq1f1b", "msp"),
         activation_rules=RULES,
         sp=(1, 2, 4, 8),
-        sharded=(False, True),
         chunk_tokens=(4 * K, 16 * K),
     )
     asked = one_row(shape, 8, tokens_k * K, space, load_profile("h100"))
@@ -483,7 +485,7 @@ def layout_words(row: dict[str, Any]) -> str:
     leaving = {"none": "", "full": ", offloaded", "sppo": ", partly offloaded"}[row["offload"]]
     kv = ", K/V on host" if row["kv_tier"] == "host" else ""
     name = row["schedule"].removesuffix("_seq1f1b")
-    sharded = ", FSDP" if row["sharded"] else ""
+    sharded = ", FSDP2" if row["sharded"] else ""
     return (
         f"{row['replicas']}/{row['stages']}/{row['sp']}{sharded}, {row['num_chunks']} chunks, "
         f"{name}{virtual}, {again} recompute{leaving}{kv}"

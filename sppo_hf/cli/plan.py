@@ -56,9 +56,17 @@ _MAX_LISTED_ACTIONS = 300_000
 _ACTIONS_PER_UNIT = 8
 """About so many, for an estimate."""
 
+FSDP2_SETTINGS = {
+    "fsdp_version": 2,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_reshard_after_forward": True,
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+}
+"""Accelerate's settings of a run with FSDP2, here and in recipes/configs."""
+
 _ACCELERATE_FILE, _SPPO_FILE = "accelerate.yaml", "sppo.yaml"
 _COLUMNS = (
-    *("schedule", "dp/pp/sp", "chunks", "recompute", "K/V", "tokens/s", "step", "idle"),
+    *("layout", "dp/pp/sp", "chunks", "recompute", "K/V", "tokens/s", "step", "idle"),
     *("device", "host"),
 )
 _OFFLOAD_TEXTS = {"full": "offloaded", "sppo": "partly offloaded"}
@@ -281,6 +289,7 @@ def _cluster_to_dict(answer: ClusterResult) -> dict[str, Any]:
         "candidates": answer.num_candidates,
         "unseen": answer.num_skipped,
         "unseen_step_seconds": answer.skipped_min_seconds,
+        "fsdp2": None if answer.sharded is None else _plan_to_dict(answer.sharded),
     }
 
 
@@ -288,15 +297,25 @@ def _cluster_table(answer: ClusterResult, title: str) -> Group:
     """Lay out the best layouts, or the one that comes closest to fitting."""
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for name in _COLUMNS:
-        left = name in ("schedule", "dp/pp/sp", "recompute", "K/V")
+        left = name in ("layout", "dp/pp/sp", "recompute", "K/V")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     rows = answer.best or ([] if answer.closest is None else [answer.closest])
-    for plan in rows:
+    compared = answer.sharded
+    for plan in (*rows, *(() if compared is None else [compared])):
         table.add_row(*_cells(plan))
     caption = (
         "dp: pipelines beside each other, pp: ranks of one, sp: ranks that share a sequence. "
         "host: of a whole node."
     )
+    if compared is not None:
+        missing = format_bytes(compared.missing_bytes)
+        what = f"does not fit: {missing} are missing" if compared.missing_bytes else "is slower"
+        caption += f" Last row, to compare: FSDP2 {what}."
+    if compared is not None or any(plan.layout.sharded for plan in rows):
+        caption += (
+            " FSDP2: weights, gradients and optimizer are sharded over all GPUs (PyTorch 2.13 or "
+            "newer)."
+        )
     if any(plan.layout.virtual > 1 for plan in rows):
         caption += " interleaved N: interleaved_seq1f1b with N stages on each rank."
     if any(plan.layout.schedule == MSP for plan in rows):
@@ -340,7 +359,7 @@ def _cells(plan: ClusterPlan) -> tuple[str, ...]:
     offloaded = f", {_OFFLOAD_TEXTS[layout.offload]}" if plan.offloads else ""
     offloaded += "" if layout.activation_tier == HOST else f" to {layout.activation_tier}"
     return (
-        layout.schedule.removesuffix("_seq1f1b") + virtual,
+        layout.kind.removesuffix("_seq1f1b") + virtual,
         f"{layout.replicas}/{layout.stages}/{layout.sp}",
         f"{layout.num_chunks}",
         RECOMPUTE_BY_SAVED[layout.saved] + offloaded,
@@ -356,9 +375,8 @@ def _cells(plan: ClusterPlan) -> tuple[str, ...]:
 def _name(plan: ClusterPlan) -> str:
     layout = plan.layout
     return (
-        f"{layout.schedule} with dp/pp/sp {layout.replicas}/{layout.stages}/{layout.sp}, "
-        f"{layout.num_chunks} chunks, recompute {RECOMPUTE_BY_SAVED[layout.saved]}, offload "
-        f"{layout.offload}, K/V on the {layout.kv_tier}"
+        f"{layout.name}, {layout.num_chunks} chunks, recompute {RECOMPUTE_BY_SAVED[layout.saved]}, "
+        f"offload {layout.offload}, K/V on the {layout.kv_tier}"
     )
 
 
@@ -377,6 +395,9 @@ class Launch:
 
     processes: int = 1
     """Processes on all machines together."""
+
+    sharded: bool = False
+    """Whether FSDP2 shards the model over them."""
 
     machines: int = 1
     """Machines, each with the same number of processes."""
@@ -433,9 +454,11 @@ class Launch:
 
     def _accelerate_yaml(self, folder: Path) -> str:
         precision = {"bfloat16": "bf16", "float16": "fp16"}.get(self.dtype_name, "no")
+        distributed = "MULTI_GPU" if self.processes > 1 else "NO"
         settings: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": "MULTI_GPU" if self.processes > 1 else "NO",
+            "distributed_type": "FSDP" if self.sharded else distributed,
+            **({"fsdp_config": FSDP2_SETTINGS} if self.sharded else {}),
             "mixed_precision": precision,
             "num_machines": self.machines,
             "num_processes": self.processes,
@@ -512,11 +535,13 @@ def launch_of_layout(
             "pp_layers": [len(held) for held in plan.layers],
             **({"pp_msp": "on"} if layout.schedule == MSP else {"pp_schedule": layout.schedule}),
         }
+    elif layout.sp == 1:
+        settings["order"] = layout.order
     if layout.activation_tier != HOST:
         settings["offload_tier"] = layout.activation_tier
     elif layout.offload != "none" and allowed_behind_host(base, request.cost.profile.kind):
         settings["offload_tier"] = HOST
-    processes = layout.stages * layout.replicas * layout.sp
+    processes = layout.devices
     machines = max(1, -(-processes // request.gpus_per_node))
     if layout.sp > 1:
         settings["sp_size"] = layout.sp
@@ -526,8 +551,9 @@ def launch_of_layout(
     rows = request.rows // layout.replicas
     return Launch(
         config=given.replace(**settings),
-        title=f"{arguments.title}, {request.total_tokens:,} tokens, {processes} devices",
+        title=f"{arguments.title}, {request.total_tokens:,} tokens, {layout.name}",
         processes=processes,
+        sharded=layout.sharded,
         machines=machines,
         # The rows of a batch pass a pipeline one after the other. One stage accumulates over them.
         batch_rows=rows if in_pipeline else 1,
@@ -541,7 +567,7 @@ def actions_of_layout(
 ) -> list[list[str]] | None:
     """Return the actions of every rank of one replica, for all of its rows; replicas are alike.
 
-    With a single stage, the program of one device is listed, layer by layer and for one row. None
+    With a single stage, the program of one device is listed, with its layers and for one row. None
     if there are more actions than are listed.
     """
     layout = plan.layout
@@ -553,7 +579,8 @@ def actions_of_layout(
         on_device = replace(
             single,
             config=config,
-            shape=replace(single.shape, sp=layout.sp),
+            shape=request.bounds_of_layout.cost(layout).shape,
+            sharded=layout.sharded,
             total_tokens=request.total_tokens,
             batch_rows=1,
             accumulates=launch.accumulated > 1,

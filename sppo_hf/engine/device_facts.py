@@ -224,7 +224,9 @@ def model_shape(parts: ModelParts, device: torch.device | None = None) -> ModelS
         gradient_bytes=sum(p.nbytes for p in trained),
     )
     head_width = parts.head_width() if parts.is_classifier else None
-    return replace(shape, cpu_threads=torch.get_num_threads(), head_width=head_width)
+    shape = replace(shape, cpu_threads=torch.get_num_threads(), head_width=head_width)
+    # Sharded parameters tell of the elements of all ranks.
+    return shape.with_shards(parts.num_shards())
 
 
 def whole_shape(parts: ModelParts) -> ModelShape:
@@ -239,6 +241,8 @@ def model_profile(parts: ModelParts, device: torch.device | None = None) -> Mode
     """
     device = device or next(parts.causal_lm.parameters()).device
     dtype, own_dtype = _compute_dtype(parts, device), parts.causal_lm.dtype
+    if parts.is_sharded():
+        own_dtype = dtype  # weights are gathered in the dtype of compute
     training = Training(
         dtype_bytes=dtype.itemsize,
         parameter_bytes=(own_dtype if own_dtype.is_floating_point else dtype).itemsize,
@@ -333,6 +337,7 @@ def _compute_dtype(parts: ModelParts, device: torch.device) -> torch.dtype:
     dtype = parts.causal_lm.dtype
     if _is_autocast(parts, device):
         dtype = torch.get_autocast_dtype(device.type)
+    dtype = parts.gathered_dtype() or dtype
     return dtype if dtype.is_floating_point else torch.bfloat16
 
 

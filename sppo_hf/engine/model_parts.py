@@ -17,7 +17,7 @@ import re
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -320,6 +320,24 @@ class ModelParts:
             if any(child is self.base for child in module.children()):
                 return module
         raise AssertionError("the base is a part of the model")
+
+    def num_shards(self) -> int:
+        """Number of ranks over which FSDP2 shards the model; 1 if it does not."""
+        meshes = (getattr(p, "device_mesh", None) for p in self.causal_lm.parameters())
+        mesh = next((mesh for mesh in meshes if mesh is not None), None)
+        # Of two axes the first replicates.
+        return 1 if mesh is None else mesh.size(mesh.ndim - 1)
+
+    def gathered_dtype(self) -> torch.dtype | None:
+        """Dtype in which FSDP2 gathers weights; None where it is their own, or nothing is sharded.
+
+        Autocast need not be on then: what a layer is called with is cast, too.
+        """
+        for module in all_modules(self.causal_lm):
+            if are_sharded([module]):
+                state: Any = cast("Any", module)._get_fsdp_state()
+                return state._mp_policy.param_dtype
+        return None
 
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards the model or a part of it; see `are_sharded`."""

@@ -473,7 +473,10 @@ class PlanCache:
         if trained not in self._shapes:
             # With the device, which host-resident weights do not tell.
             self._shapes[trained] = model_shape(self._parts, device)
-        shape = replace(self._shapes[trained], optimizer_bytes=self.optimizer_bytes)
+        shape = self._shapes[trained]
+        if shape.shards == 1:
+            # What an optimizer told before FSDP2 sharded and widened its weights no longer holds.
+            shape = replace(shape, optimizer_bytes=self.optimizer_bytes)
         config = self._config.replace(return_logits=batch.return_logits, **(tiles or {}))
         request = self.request(
             batch,
@@ -536,9 +539,7 @@ class PlanCache:
         plan = self._make_plan(
             BatchShape(batch_rows, total_tokens, False, device, b"", return_logits=True)
         )
-        # The plan counts whole weights, of which most are on other ranks if they are sharded.
-        sharded_bytes = self.shape().weight_bytes if self._parts.is_sharded() else 0
-        return plan.estimate.device.total - sharded_bytes, plan.budgets.device
+        return plan.estimate.device.total, plan.budgets.device
 
     def step_done(self, timer: StepTimer) -> None:
         """Note that a training step has ended on the host; the device may be behind."""

@@ -17,13 +17,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.decisions import Batch
 from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.layouts import Layout, LowerBounds, SearchSpace
+from sppo_hf.planning.lowering import COMPUTE, lower
 from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.model_profile import count_head_blocks
-from sppo_hf.planning.pipeline_cost import PipelineCost
+from sppo_hf.planning.pipeline_cost import (
+    PipelineCost,
+    exposed_reduce_seconds,
+    gather_stall_seconds,
+)
+from sppo_hf.planning.policies import uniform_modes
+from sppo_hf.planning.solve import Choices, fixed_policy, with_kv
 from sppo_hf.planning.tiers import HOST, TIERS, Tier, tiers_behind_host
 from sppo_hf.schedule.generate import (
     SHARED_UNIT_SCHEDULES,
@@ -36,8 +45,14 @@ from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import period_seconds
 from sppo_hf.schedule.timeline import Timeline
 
+# A layout by layer, of which one row is simulated, takes about as long as so many actions.
+_BY_LAYER_ACTIONS = 2000
+
 # Layouts whose ranks share units may take this share of the actions that all others may take.
 _SHARING = 0.25
+
+# So may those with FSDP2, where they are only compared with the best.
+_COMPARING = 0.25
 
 
 # No slots: a cached property needs the instance's dictionary.
@@ -117,8 +132,12 @@ class ClusterRequest:
 
         No sequence-parallel groups share units, and no classifier is cut into stages.
         """
-        if layout.stages > 1 and self.cost.shape.head_width is not None:
+        shape = self.cost.shape
+        if layout.stages > 1 and shape.head_width is not None:
             return False
+        if layout.order == "by_layer" and layout.kv_tier != "device":
+            # K/V that other layers read stay until all of these have run.
+            return not any(shape.layers[i].borrows_keys for i in shape.layer_kinds)
         if layout.schedule not in SHARED_UNIT_SCHEDULES:
             return True
         return self.shares_units and layout.sp == 1 and layout.stages in self._sharing_stages
@@ -210,6 +229,10 @@ class ClusterResult:
     skipped_min_seconds: float | None = None
     """Lower bound on the step time of all of these; None where there are none."""
 
+    sharded: ClusterPlan | None = None
+    """To compare: the fastest layout with FSDP2 that fits, else the closest to fitting. None if one
+    is among the best, if nothing fits, or if there is no such layout."""
+
 
 def solve_cluster(
     request: ClusterRequest,
@@ -227,8 +250,8 @@ def solve_cluster(
             not be sure of the last percent is many times shorter.
         max_actions: limit on simulated actions, over all candidates. Half of them are for
             candidates that need at most an eighth of the limit; larger ones follow. A fourth of the
-            limit is added for candidates whose ranks share units. At least one candidate is
-            simulated.
+            limit is added for candidates whose ranks share units, and another for those with FSDP2
+            where none of these is among the best. At least one candidate is simulated.
 
     Raises:
         ConfigError: no number of stages and replicas fits the devices, rows and layers.
@@ -246,7 +269,16 @@ def solve_cluster(
             f"and at most {request.space.max_units:,} chunks on a rank. Remedy: more rows, or "
             "fewer devices."
         )
-    return search.result()
+    compared: ClusterPlan | None = None
+    if search.best and not any(plan.layout.sharded for plan in search.best):
+        other = _Search(request, 1, slack)
+        found = (layout for layout in layouts(request) if layout.sharded)
+        other.run(found, max_actions * _COMPARING)
+        compared = next(iter(other.best), other.closest)
+        if other.best and search.may_win(other.best[0].step_seconds):
+            search.add(other.best[0])
+            compared = None
+    return replace(search.result(), sharded=compared)
 
 
 class _Search:
@@ -401,6 +433,10 @@ class _Search:
     def _all_actions(self, layout: Layout) -> int:
         return _num_actions(layout, self._request.rows // layout.replicas)
 
+    def add(self, plan: ClusterPlan) -> None:
+        """Adds a plan that fits, if it is among the best."""
+        self.best = sorted([*self.best, plan], key=_worse)[: self._keep]
+
     def _simulate(self, layout: Layout, max_actions: float) -> bool:
         plan, actions = _simulate_within(self._request, layout, max_actions)
         self._actions += actions
@@ -420,7 +456,7 @@ class _Search:
             self.simulated[layout] = plan.missing_bytes
             plan = replace(plan, layout=layout)
         if not plan.missing_bytes:
-            self.best = sorted([*self.best, plan], key=_worse)[: self._keep]
+            self.add(plan)
         elif self.closest is None or plan.missing_bytes < self.closest.missing_bytes:
             self.closest = plan
         return True
@@ -463,6 +499,10 @@ def _simulate_within(
 ) -> tuple[ClusterPlan | None, int]:
     """Simulates a layout within a limit on actions; returns the plan, if any, and its actions."""
     rows = request.rows // layout.replicas
+    if layout.order == "by_layer":
+        actions = _num_actions(layout, 1)
+        found = None if actions > max_actions else _plan_by_layer(request, layout, rows)
+        return found, 0 if found is None else actions
     warm_up, every = _warm_up(layout, rows)
     count, actions = _few_rows(rows, warm_up, every), 0
     while True:
@@ -499,11 +539,7 @@ def _plan_of(
         return sum(fullest[: request.ranks_per_node])
 
     of_node = {tier: node_bytes(tier) for tier in (HOST, *tiers_behind_host())}
-    recompute_seconds = sum(
-        cost.recompute_seconds(layer, end - start, layout.saved)
-        for start, end in bounds
-        for layer in range(cost.shape.num_layers)
-    )
+    recompute_seconds = _recompute_seconds(cost, bounds, layout)
     busy = sum(timeline.busy_seconds(f"{rank}.compute") for rank in range(layout.stages)) / rows
     budgets, all_rows = request.budgets, request.rows // layout.replicas
     return ClusterPlan(
@@ -528,6 +564,65 @@ def _plan_of(
     )
 
 
+def _plan_by_layer(request: ClusterRequest, layout: Layout, rows: int) -> ClusterPlan:
+    """Returns the plan of a layout that goes layer by layer, `rows` rows one after the other.
+
+    Decisions are those that a run makes of these settings (`plan`).
+    """
+    parts, budgets = request.bounds_of_layout, request.budgets
+    cost, bounds = parts.cost(layout), parts.bounds(layout)
+    kind, shape = cost.profile.kind, cost.shape
+    batch = Batch(
+        batch_rows=cost.batch_rows,
+        training=True,
+        accumulates=rows > 1,
+        tile_tokens=cost.loss_tile_tokens,
+    )
+    base = batch.decisions(bounds, shape.num_layers, "by_layer")
+    base = with_kv(base, layout.kv_tier, shape, budgets, kind)
+    if layout.offload == "sppo":
+        choices = Choices(tiers=("device", layout.activation_tier))
+        decisions = fixed_policy(cost, base, "sppo", layout.saved, choices)
+        assert decisions is not None, "the rule uses tiers that are there"
+    else:
+        tier = "device" if layout.offload == "none" else layout.activation_tier
+        mode = mode_of(layout.saved, tier)
+        modes = uniform_modes(len(bounds), shape.num_layers, mode)
+        decisions = replace(base, layer_modes=modes)
+    program = lower(decisions, cost)
+    timeline, held = program.simulate(), program.estimate
+    busy = timeline.busy_seconds(COMPUTE)
+    step_seconds = rows * timeline.end_seconds + _reduce_seconds(request, layout)
+    if layout.sharded:
+        step_seconds += rows * gather_stall_seconds(cost, bounds, layout.saved)
+    sharing = min(request.ranks_per_node, layout.devices)
+    of_node = {tier: sharing * held.peak_bytes(tier) for tier in (HOST, *tiers_behind_host())}
+    device_bytes = held.peak_bytes("device")
+    return ClusterPlan(
+        layout=layout,
+        layers=(range(shape.num_layers),),
+        bounds=bounds,
+        step_seconds=step_seconds,
+        tokens_per_second=request.rows * request.total_tokens / step_seconds,
+        bubble_fraction=1.0 - rows * busy / step_seconds,
+        recompute_fraction=_recompute_seconds(cost, bounds, layout) / busy,
+        peak_bytes=(device_bytes,),
+        host_bytes=of_node[HOST],
+        disk_bytes=sum(of_node.values()) - of_node[HOST],
+        offloads=bool(program.offloaded_bytes.any()),
+        missing_bytes=_over(device_bytes, budgets.device)
+        + sum(_over(size, budgets.of(tier)) for tier, size in of_node.items()),
+    )
+
+
+def _recompute_seconds(cost: ModelCost, bounds: Bounds, layout: Layout) -> float:
+    return sum(
+        cost.recompute_seconds(layer, end - start, layout.saved)
+        for start, end in bounds
+        for layer in range(cost.shape.num_layers)
+    )
+
+
 def _simulate_rows(
     request: ClusterRequest, layout: Layout, rows: int
 ) -> tuple[Schedule, PipelineCost, Timeline]:
@@ -548,8 +643,6 @@ def _simulate_rows(
         node_bytes_per_second=request.node_bytes_per_second,
         rank_nodes=layout.rank_nodes(request.gpus_per_node),
         devices_per_node=request.gpus_per_node,
-        shards=layout.devices if layout.sharded else 1,
-        shard_bytes_per_second=request.group_bytes_per_second(layout.devices),
         reduce_seconds=reduce_seconds,
     )
     return schedule, costs, costs.simulate(costs.lowered(schedule, reduce=reduce_seconds > 0))
@@ -590,6 +683,8 @@ def _num_actions(layout: Layout, rows: int) -> int:
     Counts copies of all chunks, also of those that are not copied.
     """
     stages, chunks = layout.stages * layout.virtual, layout.num_chunks
+    if layout.order == "by_layer":
+        return _BY_LAYER_ACTIONS
     computes = 3 if layout.schedule == "zb_seq1f1b" else 2
     copies = 0 if layout.offload == "none" else 2
     copies *= 2 if TIERS[layout.activation_tier].behind_host else 1
@@ -621,10 +716,14 @@ def _reduce_seconds(request: ClusterRequest, layout: Layout) -> float:
 
     2 (R - 1) / R of them pass over each link. n sequence-parallel devices first reduce-scatter
     among themselves and all-gather in the end, so 1 / n of the gradients passes between replicas.
-    Sharded gradients are reduced unit by unit instead.
+    Of sharded gradients those seconds that no compute hides.
     """
-    if layout.sharded or layout.replicas * layout.sp == 1:
+    if layout.devices == layout.stages:
         return 0.0
+    if layout.sharded:
+        parts = request.bounds_of_layout
+        cost, bounds = parts.cost(layout), parts.bounds(layout)
+        return exposed_reduce_seconds(cost, bounds, layout.saved, order=layout.order)
     largest = request.bounds_of_layout.gradient_bytes(layout)
     sp, replicas = layout.sp, layout.replicas
     seconds = 2 * (sp - 1) / sp * largest / request.group_bytes_per_second(sp)

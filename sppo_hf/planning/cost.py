@@ -101,6 +101,10 @@ class ModelCost:
     """Rate of each sequence-parallel rank (`ModelShape.sp`) in an all-to-all, each way. Seconds are
     those of one rank."""
 
+    shard_bytes_per_second: float = math.inf
+    """Rate between the devices over which FSDP2 shards the model (`ModelShape.shards`), each way.
+    """
+
     tile_tokens: int | None = None
     """Tokens per tile of the loss; None for as many as `loss_tile_tokens` gives the device."""
 
@@ -135,6 +139,30 @@ class ModelCost:
             shape=replace(self.shape, sp=sp, head_blocks=head_blocks),
             all_to_all_bytes_per_second=all_to_all_bytes_per_second,
         )
+
+    def with_shards(self, shards: int, shard_bytes_per_second: float) -> ModelCost:
+        """Returns the costs of one of the devices over which FSDP2 shards the model.
+
+        Accelerate keeps trained weights in float32 where compute is in a narrower dtype.
+        """
+        shape = self.shape if self.shape.dtype_bytes > 2 else self.shape.with_float32_masters()
+        shape = shape.with_shards(shards)
+        return replace(self, shape=shape, shard_bytes_per_second=shard_bytes_per_second)
+
+    def gather_seconds(self, layer: int | None) -> float:
+        """Seconds in which FSDP2 gathers a layer's weights, trained or not; None: the head's.
+
+        Of n devices each receives (n - 1) / n of them. An embedding is as large as a head.
+        """
+        return self._sharded_seconds(self.shape.gathered_bytes(layer))
+
+    def reduce_seconds(self, layer: int | None) -> float:
+        """Seconds in which FSDP2 reduces and scatters a layer's gradients; None: the head's."""
+        return self._sharded_seconds(self.shape.reduced_bytes(layer))
+
+    def _sharded_seconds(self, num_bytes: int) -> float:
+        shards = self.shape.shards
+        return (shards - 1) / shards * num_bytes / self.shard_bytes_per_second
 
     def all_to_all_seconds(self, layer: int, tokens: int, *, with_kv: bool = True) -> float:
         """Seconds of a layer's all-to-alls over a chunk, from tokens to heads and back.
@@ -285,11 +313,15 @@ class ModelCost:
         key = ("H", tokens, training)
         if key not in self._memo:
             products = 1.0 + (1.0 + self.shape.embedding_trained if training else 0.0)
+            passes = 6
+            if training and self.shape.shards > 1:
+                # Under FSDP2 the head runs again in backward, before its gradients are computed.
+                products, passes = products + 1.0, passes + 2
             flops = products * self.shape.head_flops_per_token
             # Logits and their gradient pass through memory a few times, in float32; the sum of a
             # trained head's gradient is read and written once a tile.
             rows, wide = self._own_rows(tokens), 4 * self.shape.num_logits
-            traffic = 6 * wide * rows
+            traffic = passes * wide * rows
             if training and self.shape.embedding_trained:
                 traffic += 2 * wide * self.shape.hidden_size * -(-rows // self.loss_tile_tokens)
             seconds = self._linear_seconds(flops, tokens)

@@ -25,7 +25,7 @@ from sppo_hf.planning.chunk_bounds import (
     even_bounds,
 )
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Batch
+from sppo_hf.planning.decisions import Batch, Order
 from sppo_hf.planning.memory import Bytes, ByteTables, byte_tables
 from sppo_hf.planning.pipeline_cost import OffloadRule, head_blocks_of
 from sppo_hf.planning.policies import sppo_ratios
@@ -74,19 +74,45 @@ class Layout(NamedTuple):
     """Sequence-parallel devices that make up each rank of a pipeline."""
 
     sharded: bool = False
-    """Whether weights, gradients and optimizer states are sharded over all devices of a stage
-    (FSDP); only without a pipeline."""
+    """Whether FSDP2 shards weights, gradients and optimizer states over all devices; only without a
+    pipeline."""
 
     activation_tier: Tier = HOST
+    order: Order = "by_chunk"
+    """Order of chunks and layers; by chunk in a pipeline, and where devices share sequences."""
 
     @property
     def devices(self) -> int:
         """Number of devices in use."""
         return self.stages * self.replicas * self.sp
 
+    @property
+    def shards(self) -> int:
+        """Number of devices over which FSDP2 shards the model."""
+        return self.devices if self.sharded else 1
+
+    @property
+    def kind(self) -> str:
+        """What trainers call the layout: a schedule of pipelines, else DDP or FSDP2."""
+        if self.stages > 1:
+            return self.schedule
+        kind = "FSDP2" if self.sharded else "DDP"
+        return f"{kind} by chunk" if self.sp == 1 and self.order == "by_chunk" else kind
+
+    @property
+    def name(self) -> str:
+        """The layout in words: "FSDP2, 8 GPUs", "DDP with sequence parallelism of 8"."""
+        found = self.kind
+        if self.stages > 1:
+            found += f", {self.replicas} x " if self.replicas > 1 else ", "
+            found += f"{self.stages} stages"
+        if self.sp > 1:
+            found += f" with sequence parallelism of {self.sp}"
+        return found if self.devices == self.sp > 1 else f"{found}, {self.devices} GPUs"
+
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields by the names that they have in JSON."""
-        row = self._asdict()
+        """Returns the fields by the names that they have in JSON, and the layout's name."""
+        row = {"name": self.name, **self._asdict()}
         row["frame_tier"] = row.pop("activation_tier")
         return row
 
@@ -142,8 +168,12 @@ class SearchSpace:
     """Sizes of sequence-parallel groups. Those that span nodes are tried only where nothing else
     fits."""
 
-    sharded: tuple[bool, ...] = (False,)
-    """Whether weights are sharded, where there is one stage."""
+    sharded: tuple[bool, ...] = (False, True)
+    """Whether weights are sharded, where there is one stage on several devices."""
+
+    orders: tuple[Order, ...] = ("by_layer", "by_chunk")
+    """Orders, where each device has sequences of its own. Sharded weights then go by layer: by
+    chunk all would be gathered for every chunk, and no gradient reduced before the last one."""
 
     chunk_tokens: tuple[int, int] = (2048, 32_768)
     """Minimum and maximum mean tokens of a chunk on one device (its share in a sequence-parallel
@@ -168,8 +198,21 @@ class SearchSpace:
             for layout in self._of_groups(
                 gpus // group, rows, -(-total_tokens // group), num_layers
             ):
-                if layout.stages * layout.replicas * group >= self.min_device_share * gpus:
-                    yield layout._replace(sp=group)
+                layout = layout._replace(sp=group)
+                if layout.devices < self.min_device_share * gpus:
+                    continue
+                if layout.stages > 1:
+                    yield layout
+                    continue
+                for sharded in self.sharded if layout.devices > 1 else (False,):
+                    for order in self._orders_of(group, sharded):
+                        yield layout._replace(sharded=sharded, order=order)
+
+    def _orders_of(self, group: int, sharded: bool) -> tuple[Order, ...]:
+        """Orders of one stage on groups of that many devices."""
+        if group > 1:
+            return ("by_chunk",)
+        return ("by_layer",) if sharded else self.orders
 
     def _of_groups(
         self, gpus: int, rows: int, total_tokens: int, num_layers: int
@@ -205,12 +248,11 @@ class SearchSpace:
                     continue
                 for partition in cuts:
                     for (saved, offload), kv_tier in product(self.activation_rules, self.kv_tiers):
-                        for sharded in self.sharded if stages == 1 else (False,):
-                            for tier in (HOST,) if offload == "none" else self.activation_tiers:
-                                yield Layout(
-                                    *(schedule, stages, replicas, virtual, num_chunks),
-                                    *(partition, saved, offload, kv_tier, 1, sharded, tier),
-                                )
+                        for tier in (HOST,) if offload == "none" else self.activation_tiers:
+                            yield Layout(
+                                *(schedule, stages, replicas, virtual, num_chunks),
+                                *(partition, saved, offload, kv_tier, 1, False, tier),
+                            )
 
 
 def bounds_of(
@@ -253,10 +295,13 @@ def _once(*names: str) -> Callable[[Callable[..., _Made]], Callable[..., _Made]]
     return decorate
 
 
-_WORK = ("partition", "num_chunks", "saved", "sp")
+_COST = ("sp", "shards")
+"""The fields on which costs of a device depend."""
+
+_WORK = ("partition", "num_chunks", "saved", *_COST)
 """The fields on which a row's compute and saved activations depend."""
 
-_STAGES = ("partition", "num_chunks", "sp", "stages", "virtual")
+_STAGES = ("partition", "num_chunks", *_COST, "stages", "virtual")
 """The fields on which the layers of stages depend."""
 
 
@@ -299,13 +344,15 @@ class LowerBounds:
 
     # -- parts of a layout, which simulation uses too -----------------------------------------
 
-    @_once("sp")
+    @_once(*_COST)
     def cost(self, layout: Layout) -> ModelCost:
-        """Returns the costs of one device of a layout's sequence-parallel groups."""
-        sp = layout.sp
-        if sp == 1:
-            return self._cost
-        return self._cost.with_sequence_parallel(sp, self._group_bytes_per_second(sp))
+        """Returns the costs of one device of a layout."""
+        cost, rate = self._cost, self._group_bytes_per_second
+        if layout.sharded:
+            cost = cost.with_shards(layout.shards, rate(layout.shards))
+        if layout.sp > 1:
+            cost = cost.with_sequence_parallel(layout.sp, rate(layout.sp))
+        return cost
 
     @_once("num_chunks", "partition")
     def bounds(self, layout: Layout) -> Bounds:
@@ -408,9 +455,14 @@ class LowerBounds:
         # Stages are balanced; where the head lightens the last one, others have more layers.
         max_layers = -(-shape.num_layers // layout.stages)
         first_layers = shape.num_layers // layout.stages
-        states = self._model_state_bytes // (layout.devices if layout.sharded else 1)
+        states, gradients = (size // layout.shards for size in self._model_state_bytes)
         kept = self._kept_bytes(layout)
         activations, chunk_kv, dkv = self._layer_bytes(layout)
+        if layout.order == "by_layer":
+            # No layer's sums are there before its backward, nor gradients before the first one.
+            kv = int(chunk_kv.sum()) * (layout.kv_tier == "device")
+            kept *= layout.offload != "sppo"  # that rule then divides layers
+            return max_layers * (states - gradients + max(gradients, kept + kv))
         if layout.kv_tier != "device":
             chunk_kv, dkv = np.zeros_like(chunk_kv), 0
         kv, only_first = int(chunk_kv.sum()) + dkv, 0
@@ -463,6 +515,9 @@ class LowerBounds:
             else:
                 units = [*range(chunks), *self._later_rows_chunks(layout, rank)]
                 held = int(on_host[units[:-_CHUNKS_IN_FLIGHT]].sum()) + dkv * kv_on_host
+            if layout.order == "by_layer":
+                # All but the last layer's.
+                held = int(on_host.sum()) * (layers - 1) // layers
             if by_rule and to_host and device_bytes is not None:
                 total = int(on_any_tier[units].sum())
                 held = max(held, total - device_bytes // layers)
@@ -492,7 +547,7 @@ class LowerBounds:
         chunks = [*range(num_chunks)][:: -1 if layout.virtual > 1 else 1]
         return (chunks * -(-count // num_chunks))[: max(0, count)]
 
-    @_once("partition", "num_chunks", "sp", "kv_tier")
+    @_once("partition", "num_chunks", *_COST, "kv_tier")
     def _tables(self, layout: Layout) -> ByteTables:
         """Bytes of layers over chunks, on one device."""
         cost, bounds = self.cost(layout), self.bounds(layout)
@@ -503,15 +558,16 @@ class LowerBounds:
     # All of these are the bytes of one layer, the one with the fewest.
 
     @cached_property
-    def _model_state_bytes(self) -> int:
-        """Weights, gradients and optimizer states; embedding and head are left out."""
+    def _model_state_bytes(self) -> tuple[int, int]:
+        """Weights, gradients and optimizer states, and gradients; without embedding and head."""
         shape = self._cost.shape
         # One layer of each kind, neither first nor last; a kind that is only there counts 0.
         inner = {shape.layer_kinds[i]: i for i in range(1, shape.num_layers - 1)}
         held = [StageWeights.of(shape, range(i, i + 1)) for i in inner.values()]
         if len(inner) < len(self._kinds):
-            return 0
-        return min(w.weights + w.gradients + w.optimizer for w in held)
+            return 0, 0
+        least = min(held, key=lambda w: w.weights + w.gradients + w.optimizer)
+        return least.weights + least.gradients + least.optimizer, least.gradients
 
     @_once(*_WORK, "kv_tier", "virtual")
     def _layer_bytes(self, layout: Layout) -> tuple[Bytes, Bytes, int]:

@@ -789,6 +789,13 @@ class ByteTables:
         shape = self.shape
         if not self.training:
             return 0, 0
+        if shape.shards > 1:
+            # FSDP2 reduces a parameter's gradient when autograd has summed it over all chunks. By
+            # chunk that is the case in the first chunk's backward, which comes last.
+            whole, reduced = shape.unsharded_gradient_bytes, shape.gradient_bytes
+            if self.accumulates:
+                return whole, reduced
+            return 0, reduced if self.points.by_layer else max(whole, reduced)
         head = self.head_gradient_bytes(max(FLOAT32_BYTES, shape.dtype_bytes))
         if shape.host_resident is not None and shape.host_resident.gradient_bytes:
             # Gradients are offloaded once computed; those of earlier batches are on the host.

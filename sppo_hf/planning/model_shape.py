@@ -148,6 +148,14 @@ class ModelShape:
     """Number of runs of heads that these ranks do not divide further; None where heads are divided
     evenly."""
 
+    shards: int = 1
+    """Devices over which FSDP2 shards the model. Bytes of weights, gradients and optimizer are then
+    those on one of them, `weight_bytes` with what is gathered or reduced at a time."""
+
+    unsharded_gradient_bytes: int = 0
+    """Bytes of all gradients before FSDP2 has reduced them, if it shards the model. Each device has
+    them all by chunk, or while gradients are accumulated."""
+
     @classmethod
     def from_profile(
         cls,
@@ -256,6 +264,52 @@ class ModelShape:
                 optimizer_bytes=self.states_bytes if optimizer else 0,
             ),
         )
+
+    def with_float32_masters(self) -> ModelShape:
+        """Returns the shape with trained weights and their gradients in float32, all others as are.
+
+        So Accelerate keeps them under FSDP2 and mixed precision, and gathers them in its dtype.
+        """
+        wide = FLOAT32_BYTES * self.trainable_parameters
+        weight_bytes = self.weight_bytes - self.gradient_bytes + wide
+        return replace(self, weight_bytes=weight_bytes, gradient_bytes=wide)
+
+    def with_shards(self, shards: int) -> ModelShape:
+        """Returns the shape of a model that FSDP2 shards over that many devices, layer by layer.
+
+        Gathered are the running layer and the next one, which also has a buffer that its weights
+        arrive in, and norm and head; as whole are the gradients of one layer, or of the head, and
+        the copy that is reduced. All of these are in the dtype of compute.
+        """
+        if shards == 1 or self.shards > 1:
+            return self
+        layers = range(self.num_layers)
+        gathered = 3 * max(map(self.gathered_bytes, layers)) + self.gathered_bytes(None)
+        reduced = max(map(self.reduced_bytes, [*layers, None]))
+        return replace(
+            self,
+            shards=shards,
+            weight_bytes=-(-self.weight_bytes // shards) + gathered + 2 * reduced,
+            gradient_bytes=-(-self.gradient_bytes // shards),
+            optimizer_bytes=-(-self.states_bytes // shards),
+            unsharded_gradient_bytes=self.trainable_parameters * self.dtype_bytes,
+        )
+
+    def gathered_bytes(self, layer: int | None) -> int:
+        """Bytes of a layer's weights in the dtype of compute; None: those of the head."""
+        if layer is None:
+            return self.num_logits * self.hidden_size * self.dtype_bytes
+        held = self.layers[layer]
+        return (held.total_weights + held.adapter_weights) * self.dtype_bytes
+
+    def reduced_bytes(self, layer: int | None) -> int:
+        """Bytes of a layer's gradients in the dtype of compute; None: those of the head."""
+        if layer is None:
+            return self.gathered_bytes(None) if self.embedding_trained else 0
+        held = self.layers[layer]
+        if self.lora is not None:
+            return held.adapter_weights * self.dtype_bytes
+        return round(self.trainable_fraction * held.total_weights) * self.dtype_bytes
 
     @property
     def states_bytes(self) -> int:

@@ -45,7 +45,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.planning.activation_modes import SAVED, Saved
 from sppo_hf.planning.chunk_bounds import Bounds
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Batch
+from sppo_hf.planning.decisions import Batch, Order
 from sppo_hf.planning.memory import (
     CAUSE_OF_SAVED,
     CONTEXT_BYTES,
@@ -127,15 +127,9 @@ class PipelineCost:
     """Node of each rank; empty if all are on different nodes."""
 
     devices_per_node: int = 8
-    shards: int = 1
-    """Devices over which weights, gradients and optimizer states of a stage are sharded (FSDP). A
-    layer's weights are all-gathered and its gradients reduce-scattered for every unit."""
-
-    shard_bytes_per_second: float = float("inf")
-    """Rate between these devices."""
-
     reduce_seconds: float = 0.0
-    """Seconds that reducing a stage's gradients over replicas of the pipeline takes."""
+    """Seconds that reducing a stage's gradients over replicas of the pipeline takes; where FSDP2
+    shards the model, those that no compute hides (`exposed_reduce_seconds`)."""
 
     _seconds: dict[_Key, float] = field(
         default_factory=dict[_Key, float], init=False, repr=False, compare=False
@@ -257,10 +251,10 @@ class PipelineCost:
             device = f"{rank}.device"
             yield Change(device, Cause.RESERVE, CONTEXT_BYTES[self.cost.profile.kind])
         for rank, held in zip(self.stage_ranks, self._weights, strict=True):
-            device, parts = f"{rank}.device", self.shards
-            yield Change(device, Cause.WEIGHTS, -(-held.weights // parts))
-            yield Change(device, Cause.GRADIENTS, -(-held.gradients // parts))
-            yield Change(device, Cause.OPTIMIZER, -(-held.optimizer // parts))
+            device = f"{rank}.device"
+            yield Change(device, Cause.WEIGHTS, held.weights)
+            yield Change(device, Cause.GRADIENTS, held.gradients)
+            yield Change(device, Cause.OPTIMIZER, held.optimizer)
         # The stages of other ranks whose units each rank shares.
         helped: dict[int, set[int]] = {}
         for (stage, _), run in self._runs.items():
@@ -352,11 +346,9 @@ class PipelineCost:
         if kind not in self._compute:
             return 0.0
         seconds = self._computing_seconds(kind, stage, chunk)
-        if kind in ("F", "B", "I") and self.shards > 1:
-            # All-gathers of the stage's sharded weights and reduce-scatters of gradients.
-            held, others = self._weights[stage], (self.shards - 1) / self.shards
-            size = held.weights + (held.gradients if kind != "F" else 0)
-            seconds = max(seconds, others * size / self.shard_bytes_per_second)
+        if kind in ("F", "B") and self.cost.shape.shards > 1:
+            # A layer's weights are gathered while the layer before it computes.
+            seconds = max(seconds, _gather_seconds(self.cost, self.bounds, kind, chunk))
         return seconds
 
     def _copied_seconds(self, kind: Kind, tier: Tier, size: int) -> float:
@@ -556,13 +548,6 @@ class PipelineCost:
                 loss = int(self._tables.logits[chunk]) - sizes[Cause.WORKSPACE]
                 sizes[Cause.LOGITS_TILE] = max(0, loss)
             yield from _during(device, sizes)
-            if self.shards > 1:
-                # Gathered weights of two layers, and whole gradients of one.
-                weights, count = self._weights[stage], len(self.stages[stage])
-                sizes = {Cause.WEIGHTS: 2 * weights.weights // count}
-                if kind != "F":
-                    sizes[Cause.GRADIENTS] = weights.gradients // count
-                yield from _during(device, sizes)
         if kind in ("B", "W"):
             yield from (Change(device, why, -size, "end") for why, size in held.items())
         if kind not in ("D", "H", "S", "L"):
@@ -634,6 +619,76 @@ class PipelineCost:
         )
         decisions = replace(decisions, kv_tier=self.kv_tier, kv_block_tokens=block)
         return byte_tables(shape, decisions, kind)
+
+
+def _gather_seconds(cost: ModelCost, bounds: Bounds, kind: Kind, chunk: int) -> float:
+    """Seconds in which FSDP2 gathers the weights of a model's unit.
+
+    Those of all layers and of the embedding for every unit, except a frozen embedding's in
+    backward. Norm and head stay from the first forward to the first backward, and then come for
+    every backward; with them a tied embedding, which stays throughout.
+    """
+    found, shape = sum(map(cost.gather_seconds, range(cost.shape.num_layers))), cost.shape
+    of_head = chunk == 0 if kind == "F" else chunk < len(bounds) - 1 and not shape.tied
+    of_embedding = not shape.tied and (kind == "F" or shape.embedding_trained)
+    return found + (of_head + of_embedding) * cost.gather_seconds(None)
+
+
+def gather_stall_seconds(cost: ModelCost, bounds: Bounds, saved: Saved) -> float:
+    """Returns the seconds that a row waits for gathered weights, layer by layer.
+
+    A layer's weights come once in each direction, while another layer runs over all chunks. With
+    the last layer's come norm and head, which stay until backward; nothing runs before an embedding
+    of their own has come.
+    """
+    shape, head = cost.shape, cost.gather_seconds(None)
+    layers = [cost.gather_seconds(layer) for layer in range(shape.num_layers)]
+    forward, backward = _layer_seconds(cost, bounds, saved)
+    ahead, back = layers[:], layers[:]
+    ahead[-1] += head
+    back[0] += head * (shape.embedding_trained and not shape.tied)
+    waits = [
+        max(0.0, coming - computing)
+        for coming, computing in zip([*ahead, *back], [*forward, *backward], strict=True)
+    ]
+    return sum(waits) + head * (not shape.tied)
+
+
+def exposed_reduce_seconds(cost: ModelCost, bounds: Bounds, saved: Saved, *, order: Order) -> float:
+    """Returns the seconds of FSDP2's reductions of all gradients that no compute hides.
+
+    A layer's gradients are reduced while the layer below it runs backward, and weights are gathered
+    over the same links. By chunk that is all in the last backward, of the first chunk: autograd
+    gives a gradient when it has summed it over all chunks.
+    """
+    gathering = [cost.gather_seconds(layer) for layer in range(cost.shape.num_layers)]
+    reducing = [cost.reduce_seconds(layer) for layer in range(cost.shape.num_layers)]
+    head = cost.reduce_seconds(None)
+    reducing[-1] += head
+    by_layer = order == "by_layer"
+    _, computing = _layer_seconds(cost, bounds, saved, chunk=None if by_layer else 0)
+    if not by_layer:
+        computing, reducing = [sum(computing)], [sum(reducing)]
+        gathering = [_gather_seconds(cost, bounds, "B", 0)]
+    exposed = sum(
+        max(seconds, coming + leaving) - max(seconds, coming)
+        for seconds, coming, leaving in zip(computing, gathering, reducing, strict=True)
+    )
+    # The embedding's, which come last, are behind all compute.
+    return exposed + head * (not cost.shape.tied)
+
+
+def _layer_seconds(
+    cost: ModelCost, bounds: Bounds, saved: Saved, chunk: int | None = None
+) -> tuple[list[float], list[float]]:
+    """Seconds of each layer's forward and backward, over all chunks or one."""
+    work, shape = cost.unit_seconds(bounds), cost.shape
+    counted = slice(None) if chunk is None else slice(chunk, chunk + 1)
+    place = {kind: at for at, kind in enumerate(sorted(set(shape.layer_kinds)))}
+    kinds = [place[kind] for kind in shape.layer_kinds]
+    backward = work.backward + work.recompute[:, SAVED.index(saved)]
+    forward, backward = (x[kinds, counted].sum(axis=1) for x in (work.forward, backward))
+    return forward.tolist(), backward.tolist()
 
 
 def head_blocks_of(cost: ModelCost, num_ranks: int) -> int | None:

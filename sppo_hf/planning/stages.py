@@ -105,7 +105,14 @@ class StageWeights:
 
     @classmethod
     def of(cls, shape: ModelShape, layers: range) -> StageWeights:
-        """Counts the parameters of a run of layers, with embedding and head at the model's ends."""
+        """Counts the parameters of a run of layers, with embedding and head at the model's ends.
+
+        Of a model that FSDP2 shards, which has one stage, the bytes on each device by chunk.
+        """
+        if shape.shards > 1:
+            assert len(layers) == shape.num_layers, "no pipeline shards its stages"
+            gradients = max(shape.unsharded_gradient_bytes, shape.gradient_bytes)
+            return cls(shape.weight_bytes, gradients, shape.states_bytes)
         held = shape.layers[layers.start : layers.stop]
         first, last = layers.start == 0, layers.stop == shape.num_layers
         table = shape.vocab_size * shape.hidden_size

@@ -20,8 +20,11 @@ from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import chunk_bounds
+from sppo_hf.planning.cluster import ClusterRequest, simulate_layout
+from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.layouts import Layout
+from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, other_plan_warnings, planned_for
 from sppo_hf.planning.stages import stage_shape
@@ -162,14 +165,14 @@ def test_the_best_five_and_why(tmp_path: Path) -> None:
 
 
 def test_layouts_that_offload_nothing_are_not_called_offloaded(tmp_path: Path) -> None:
-    """Nor shown beside the same layout without."""
+    """Nor shown beside the same layout without. By layer even of one token something is."""
     model = write_config(tmp_path, MODEL)
     question = (model, "--gpus", "2", "--micro-batch-size", "2", "--seq-len", "1")
     code, out, _ = run(*question)
     assert code == 0
-    assert "offloaded" not in out
+    assert "full, offloaded" not in out
     plans = json.loads(run(*question, "--json")[1])["plans"]
-    assert {plan["offload"] for plan in plans} == {"none"}
+    assert all(plan["host_bytes"] > 0 for plan in plans if plan["offload"] != "none")
     # Of equals the first moves nothing.
     assert plans[0]["kv_tier"] == "device"
 
@@ -293,6 +296,36 @@ def test_a_pipeline_over_nodes(tmp_path: Path) -> None:
     assert ("--machine_rank" in answer["launch"]) == (launch["num_machines"] > 1)
 
 
+def test_fsdp2_where_no_copy_of_the_model_fits(tmp_path: Path) -> None:
+    """All weights of a model of eight layers, of which a device could not hold the optimizer."""
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "8", "--seq-len", "128K", "--device-memory", "20GiB")
+    code, out, err = run(*question, "--write", str(tmp_path / "run"), "--json")
+    assert (code, err) == (0, "")
+    best = json.loads(out)["plans"][0]
+    assert best["name"] == "FSDP2 with sequence parallelism of 8"
+    assert (best["sharded"], best["order"]) == (True, "by_chunk")
+    launch, config = written(tmp_path / "run")
+    assert (launch["distributed_type"], launch["num_processes"]) == ("FSDP", 8)
+    assert launch["fsdp_config"]["fsdp_version"] == 2
+    assert (config.sp_size, config.order) == (8, "auto")
+    out = flat(run(*question)[1])
+    assert "FSDP2 1/1/8" in out
+    assert "sharded over all GPUs (PyTorch 2.13 or newer)" in out
+
+
+def test_fsdp2_is_shown_beside_what_is_faster(tmp_path: Path) -> None:
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "2", "--rows", "2", "--seq-len", "8K", "--lora", "16")
+    code, out, _ = run(*question, "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert {plan["sharded"] for plan in answer["plans"]} == {False}
+    assert answer["fsdp2"]["name"].startswith("FSDP2")
+    assert answer["fsdp2"]["step_seconds"] > answer["plans"][0]["step_seconds"]
+    assert "Last row, to compare: FSDP2 is slower." in flat(run(*question)[1])
+
+
 def test_stages_of_a_tight_host_do_not_share_it_as_if_all_were_at_their_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,10 +401,17 @@ def test_ranks_of_one_stage_have_their_weights_on_the_device() -> None:
         device=device,
         total_tokens=4096,
     )
-    question: Any = SimpleNamespace(total_tokens=4096)
-    layout: Any = SimpleNamespace(layout=SimpleNamespace(stages=1, sp=1, replicas=2))
+    cost = ModelCost(shape=single.shape, profile=load_profile("h100"), dtype_name="bfloat16")
+    question = ClusterRequest(
+        cost=cost,
+        total_tokens=4096,
+        rows=2,
+        gpus=2,
+        budgets=Budgets(device=None, host=None),
+    )
+    layout = Layout("seq1f1b", 1, 2, 1, 2, "flops", "inputs", "none", order="by_layer")
     launch: Any = SimpleNamespace(config=config, accumulated=1)
-    actions = actions_of_layout(question, single, launch, layout)
+    actions = actions_of_layout(question, single, launch, simulate_layout(question, layout))
     assert actions is not None
     assert not {Action.parse(text).kind for text in actions[0]} & {"P", "G", "U"}
 

@@ -376,3 +376,22 @@ def test_autocast_keeps_as_many_bytes_of_casts_as_are_counted(adapters: bool) ->
         kept = sum(size for reference, size in weights if not reference.expired())
     kept -= 0 if shape.lora is None else shape.lora_bytes // 2  # too small to be counted
     assert kept == pytest.approx(shape.cached_cast_bytes, rel=0.01), "norms are counted, not cast"
+
+
+def test_what_fsdp2_shards_is_counted_as_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the dtype of compute, whatever that of the shards is, and without autocast."""
+    parts = find_parts(build_tiny_model("llama", dtype=torch.float32))
+    whole = model_shape(parts)
+    for name, value in (
+        ("num_shards", 4),
+        ("is_sharded", True),
+        ("gathered_dtype", torch.bfloat16),
+    ):
+        monkeypatch.setattr(type(parts), name, lambda self, value=value: value)
+    shape = model_shape(parts)
+    assert (shape.shards, shape.dtype_bytes, shape.parameter_bytes) == (4, 2, 2)
+    assert shape.gradient_bytes == whole.gradient_bytes // 4
+    assert shape.states_bytes == whole.states_bytes // 4
+    # What is gathered is counted with the weights.
+    assert whole.weight_bytes // 4 < shape.weight_bytes
+    assert device_facts.dtype_name(parts) == "bfloat16"

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 from sppo_hf.planning.json_store import write_atomically
 from tests.deprecations import assert_no_deprecation
@@ -21,6 +23,7 @@ __all__ = [
     "assert_same_run",
     "environment",
     "free_port",
+    "launch_environment",
     "make_once",
     "run_job",
     "run_ranks",
@@ -32,6 +35,13 @@ NEAR = 1e-4
 """Tolerance in float32 after a few steps; AdamW makes rounding errors grow until step fifty."""
 EXACT = 1e-9
 """Tolerance in float64, even after many steps."""
+
+
+def launch_environment(*words: str) -> dict[str, str]:
+    """Return the environment variables that `accelerate launch` sets with these arguments."""
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(list(words)))
+    made = prepare_multi_gpu_env(args)
+    return {name: x for name, x in made.items() if os.environ.get(name) != x}
 
 
 def run_ranks(

@@ -141,7 +141,12 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
             state_dict_type="SHARDED_STATE_DICT",
         )
     on_cpu = job["kind"] == "raw"
-    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=sharding, parallelism_config=plugin)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=job.get("precision", "no"),
+        fsdp_plugin=sharding,
+        parallelism_config=plugin,
+    )
     model: nn.Module = make_model(tie_word_embeddings=job.get("tied", False))
     rows = make_rows(32)
     if "images" in job:
@@ -156,7 +161,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     rank, ranks = accelerator.process_index, accelerator.num_processes
-    history, gathered = [], _note_all_gathers()
+    history, (gathered, reduced) = [], _note_collectives()
     # Ranks of a pipeline, and of a shared sequence, see the same rows.
     rank, ranks = rank // shares, ranks // shares
     for step in range(2):
@@ -183,11 +188,15 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         total = accelerator.reduce(loss.detach() / ranks, "sum").item() / shares
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         history.append({"loss": total, "grad_norm": norm.item(), "gathered": list(gathered)})
-        history[-1]["lr"] = scheduler.get_last_lr()[0]
+        history[-1] |= {"reduced": list(reduced), "lr": scheduler.get_last_lr()[0]}
         gathered.clear()
-    mesh = accelerator.torch_device_mesh
+        reduced.clear()
+    mesh, engine = accelerator.torch_device_mesh, get_engine(accelerator.unwrap_model(model))
+    shape = None if engine is None else engine.plans.shape()
     return {
         "history": history,
+        "shards": None if shape is None else shape.shards,
+        "dtype_bytes": None if shape is None else shape.dtype_bytes,
         "wrapper": type(model).__name__,
         "mesh": None if mesh is None else list(mesh.mesh_dim_names),
         "weights": _sums(accelerator, model),
@@ -206,19 +215,22 @@ def _pad(rows: list[dict[str, torch.Tensor]], *, whole: bool) -> dict[str, torch
     return batch
 
 
-def _note_all_gathers() -> list[str]:
-    """A list to which FSDP2 adds the first weight of every group that it gathers."""
+def _note_collectives() -> tuple[list[str], list[str]]:
+    """The first weight of every group that FSDP2 gathers, and of those that it reduces."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-    gathered: list[str] = []
-    gather = _fsdp_param_group.foreach_all_gather
+    def note(name: str) -> list[str]:
+        seen: list[str] = []
+        collect = getattr(_fsdp_param_group, name)
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        gathered.append(args[0][0]._param_fqn)
-        return gather(*args, **kwargs)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            seen.append(args[0][0]._param_fqn)
+            return collect(*args, **kwargs)
 
-    _fsdp_param_group.foreach_all_gather = counted
-    return gathered
+        setattr(_fsdp_param_group, name, counted)
+        return seen
+
+    return note("foreach_all_gather"), note("foreach_reduce")
 
 
 def collect_refusals(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:

@@ -189,20 +189,6 @@ def test_windows_see_as_many_tokens_shared_or_not() -> None:
     assert len(set(seconds[0])) == 1
 
 
-def test_sharded_weights_come_for_each_unit_and_are_divided() -> None:
-    plain = run("seq1f1b", Size(1, 1, 8), shared(4))
-    fast = run("seq1f1b", Size(1, 1, 8), shared(4), shards=4, shard_bytes_per_second=1e15)
-    slow = run("seq1f1b", Size(1, 1, 8), shared(4), shards=4, shard_bytes_per_second=1e9)
-    assert fast[1].end_seconds == plain[1].end_seconds
-    held = StageWeights.of(SHAPE, range(8))
-    # Gathered for 8 forwards and 8 backwards, and gradients scattered 8 times.
-    moved = 3 / 4 * 8 * (2 * held.weights + held.gradients)
-    assert slow[1].end_seconds == pytest.approx(moved / 1e9)
-    standing = {change.cause: change.num_bytes for change in fast[0].standing()}
-    assert standing[Cause.OPTIMIZER] == held.optimizer // 4
-    assert standing[Cause.WEIGHTS] == held.weights // 4
-
-
 def test_links_have_two_speeds() -> None:
     layout = Layout("seq1f1b", 4, 2, 1, 8, "flops", "whole", "none", sp=2)
     # Devices 0-7 and 8-15: four ranks of two each fill a node.

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
 
+from sppo_hf.cli.plan import FSDP2_SETTINGS
 from sppo_hf.config import SPPOConfig
-from tests.integrations.launch import free_port, run_ranks
+from tests.integrations.launch import free_port, launch_environment, run_ranks
 from tests.integrations.training import needs_fsdp2
 from tests.pipeline.forked_python import write_interpreter
 from tests.sweeps import ALL
@@ -84,7 +83,7 @@ def _fork(
     """Run what `_start` would, as that many ranks in the environment that Accelerate gives them."""
     job: dict[str, Any] = {
         "argv": [*_script(folder, rows), family],
-        "environment": _launch_environment(*launch, "train_tiny.py") if launch else {},
+        "environment": launch_environment(*launch, "train_tiny.py") if launch else {},
         "nodes": nodes,
     }
     if sppo is not None:
@@ -94,13 +93,6 @@ def _fork(
 
 def _script(folder: Path, rows: int) -> list[str]:
     return [str(Path(__file__).with_name("train_tiny.py")), str(folder), str(rows)]
-
-
-def _launch_environment(*words: str) -> dict[str, str]:
-    """Return the environment variables that `accelerate launch` sets with these arguments."""
-    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(list(words)))
-    environment = prepare_multi_gpu_env(args)
-    return {name: x for name, x in environment.items() if os.environ.get(name) != x}
 
 
 def _finish(*processes: subprocess.Popen) -> None:
@@ -135,11 +127,12 @@ def test_every_pair_is_tested_and_valid():
         )
 
 
-def test_the_sharded_pair_asks_for_fsdp2():
+@pytest.mark.parametrize("name", ["8_gpus_fsdp2", "8_gpus_fsdp_sp"])
+def test_the_sharded_pairs_ask_for_fsdp2_as_planned_runs_do(name):
     """That it trains as without chunks: tests/integrations/test_distributed.py, on two ranks."""
-    launch = yaml.safe_load((CONFIGS / "8_gpus_fsdp2" / "accelerate.yaml").read_text())
+    launch = yaml.safe_load((CONFIGS / name / "accelerate.yaml").read_text())
     assert launch["distributed_type"] == "FSDP"
-    assert launch["fsdp_config"]["fsdp_version"] == 2
+    assert launch["fsdp_config"] == FSDP2_SETTINGS
 
 
 def test_pairs_of_one_node_launch_as_two_processes_are_launched():
@@ -155,11 +148,7 @@ def test_pairs_of_one_node_launch_as_two_processes_are_launched():
         "8_gpus_fsdp_sp": {
             "num_processes": 8,
             "distributed_type": "FSDP",
-            "fsdp_config": {
-                "fsdp_version": 2,
-                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            },
+            "fsdp_config": FSDP2_SETTINGS,
         },
     }.items():
         launch = yaml.safe_load((CONFIGS / name / "accelerate.yaml").read_text())

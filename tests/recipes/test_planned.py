@@ -12,11 +12,13 @@ import yaml
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
+from sppo_hf.cli.plan import FSDP2_SETTINGS
 from sppo_hf.planning.layouts import Layout
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import MSP
 from tests.cli.configs import TINY, answer_with, write_config
-from tests.integrations.launch import run_ranks
+from tests.integrations.launch import launch_environment, run_ranks
+from tests.integrations.training import needs_fsdp2
 from tests.sweeps import ALL
 
 pytestmark = pytest.mark.process
@@ -48,7 +50,9 @@ def _launch(folder: Path, model: str, answer: dict[str, Any]) -> list[list[str]]
     script = str(Path(__file__).with_name("train_planned.py"))
     argv = ["--config", str(settings), script, model]
     argv += [*map(str, (TOKENS, rows, accumulated)), str(folder / "out")]
-    job = {"module": "sppo_hf.run", "argv": argv}
+    accelerate = ("--config_file", str(folder / "run" / "accelerate.yaml"), "train.py")
+    environment = {} if processes == 1 else launch_environment(*accelerate)
+    job = {"module": "sppo_hf.run", "argv": argv, "environment": environment}
     run_ranks("tests.recipes.script_ranks", job, processes, folder / "ranks")
     return [
         (folder / "did" / f"rank{rank}.actions").read_text().split() for rank in range(processes)
@@ -77,6 +81,12 @@ _PIPELINES = {
     ),
 }
 
+_SHARDED = {
+    "FSDP2": ("seq1f1b", 1, 2, 1, 4, "flops", "matmuls", "full", "host", 1, True),
+    "FSDP2, kept": ("seq1f1b", 1, 2, 1, 2, "flops", "whole", "none", "device", 1, True),
+    "FSDP2, shared by two": ("seq1f1b", 1, 1, 1, 4, "even", "inputs", "full", "device", 2, True),
+}
+
 _TOGETHER = ("the paper's rule", "units shared between stages", "shared units, K/V on the host")
 """Have nothing that others have not."""
 
@@ -97,6 +107,23 @@ def test_whatever_may_be_answered(
     assert ("RECV_KV" in kinds) == (layout.schedule == MSP)
     assert any("D" in Action.parse(a).kind for a in answer["actions"][0])
     assert _launch(tmp_path, model, answer) == answer["actions"]
+
+
+@needs_fsdp2
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _SHARDED)
+def test_sharded_layouts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(*_SHARDED[name])  # type: ignore[arg-type]
+    layout = layout._replace(order="by_layer" if layout.sp == 1 else "by_chunk")
+    answer_with(monkeypatch, layout)
+    model, answer = _plan(tmp_path, "--gpus", "2", "--rows", "2")
+    assert answer["plans"][0]["name"].startswith("FSDP2")
+    launch = yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())
+    assert (launch["distributed_type"], launch["num_processes"]) == ("FSDP", 2)
+    assert launch["fsdp_config"] == FSDP2_SETTINGS
+    # Those of one replica; others do the same.
+    assert _launch(tmp_path, model, answer) == answer["actions"] * layout.replicas
+    assert (tmp_path / "out" / "wrapper").read_text().startswith("FSDP")
 
 
 def test_one_device(tmp_path: Path) -> None:

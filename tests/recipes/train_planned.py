@@ -2,7 +2,8 @@
 
     train_planned.py CONFIG TOKENS ROWS ACCUMULATED OUTPUT
 
-Trains a model with random weights for a step on the CPU, on rows of TOKENS tokens.
+Trains a model with random weights for a step on the CPU, on rows of TOKENS tokens, and writes last
+what it was wrapped in to OUTPUT/wrapper.
 """
 
 from __future__ import annotations
@@ -29,4 +30,6 @@ if __name__ == "__main__":
         gradient_accumulation_steps=accumulated,
     )
     rows_of_all = [{"input_ids": ids, "labels": ids}] * (8 * rows * accumulated)
-    Trainer(model, args, train_dataset=rows_of_all).train()
+    trainer = Trainer(model, args, train_dataset=rows_of_all)
+    trainer.train()
+    Path(sys.argv[5], "wrapper").write_text(type(trainer.model_wrapped).__name__)
