@@ -101,8 +101,8 @@ class PlanArguments(common.PlanningArguments):
         typer.Option(
             min=1,
             max=2**16,
-            help="Devices; more than one: the best layouts over them, and why, for a step of"
-            " --micro-batch-size rows in all.",
+            help="Devices; more than one: the best layouts over them (DDP, FSDP2, pipelines, shared"
+            " sequences), and why, for a step of --micro-batch-size rows in all.",
         ),
     ] = 1
     gpus_per_node: Annotated[

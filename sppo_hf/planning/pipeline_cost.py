@@ -255,6 +255,10 @@ class PipelineCost:
             yield Change(device, Cause.WEIGHTS, held.weights)
             yield Change(device, Cause.GRADIENTS, held.gradients)
             yield Change(device, Cause.OPTIMIZER, held.optimizer)
+        if len(self.stages) == 1 and self.schedule.num_micro_batches > 1:
+            # No pipeline: rows are batches whose gradients are accumulated. Autograd sums those of
+            # one beside those of the batches before.
+            yield Change("0.device", Cause.GRADIENTS, self.cost.shape.gradient_bytes)
         # The stages of other ranks whose units each rank shares.
         helped: dict[int, set[int]] = {}
         for (stage, _), run in self._runs.items():

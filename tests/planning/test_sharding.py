@@ -12,7 +12,13 @@ import pytest
 
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import even_bounds
-from sppo_hf.planning.cluster import ClusterRequest, layouts, simulate_layout, solve_cluster
+from sppo_hf.planning.cluster import (
+    ClusterRequest,
+    _simulate_rows,
+    layouts,
+    simulate_layout,
+    solve_cluster,
+)
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Batch, Order
 from sppo_hf.planning.layouts import Layout
@@ -117,6 +123,20 @@ def test_gradients_are_whole_until_they_are_reduced(
     decisions = batch.decisions(even_bounds(TOKENS, CHUNKS), LAYERS, order)
     held = estimate(shape, decisions)
     assert held.most_bytes(Cause.GRADIENTS) == elements * shape.total_parameters
+
+
+@pytest.mark.parametrize(
+    ("sharded", "rows", "elements"),
+    [(False, 1, 2), (False, 2, 2 + 2), (True, 1, 2), (True, 2, 2 + 4 / SHARDS)],
+)
+def test_gradients_of_several_rows_are_accumulated(
+    sharded: bool, rows: int, elements: float
+) -> None:
+    layout = Layout("seq1f1b", 1, 1, 1, CHUNKS, "flops", "whole", "none", sp=SHARDS)
+    asked = question(ALL, rows=rows)
+    _, _, timeline = _simulate_rows(asked, layout._replace(sharded=sharded), rows)
+    curve = timeline.curves_by_cause("0.device")[Cause.GRADIENTS]
+    assert max(size for _, size in curve) == elements * ALL.total_parameters
 
 
 @pytest.mark.parametrize("shape", [ALL, LORA], ids=["all weights", "LoRA"])
