@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         dtype_name="bfloat16",
         batch_rows=1,
     )
-    batch = Batch(batch_rows=1, tile_tokens=512)
+    batch = Batch(batch_rows=1, tile_tokens=512, training=True)
     cuts = [even_bounds(CHUNKS * CHUNK_TOKENS, CHUNKS)]
     budgets = Budgets(device=140 * GIB, host=2048 * GIB, disk=0)
     choices = Choices(kv_tiers=("host",))
