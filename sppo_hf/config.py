@@ -80,7 +80,8 @@ class SPPOConfig:
     """Order of work on one device: "by_layer" runs all chunks of a layer before the next layer and
     so holds keys and values of one layer at a time, "by_chunk" runs all layers of a chunk before
     the next chunk. "auto" takes the faster one that fits, and where speeds are not known, or on a
-    CPU, the one with less memory. Pipelines and ranks that share a sequence always go by chunk."""
+    CPU, the one with less memory. Pipelines always go by chunk; ranks that share a sequence do so
+    by "auto", unless FSDP2 shards the model."""
 
     offload: str = "auto"
     """Which saved activations are offloaded from the device: "none" keeps all, "full" offloads all,
@@ -563,24 +564,12 @@ _CONFLICTS = (
         remedy="drop micro_batch_size, and give batches of fewer rows (under a Trainer "
         "per_device_train_batch_size, with more gradient_accumulation_steps)",
     ),
-    *(
-        _Conflict(
-            {"order": "by_layer", name: ...},
-            reason,
-            allowed=f"order='auto' or 'by_chunk' with {name} above 1",
-            remedy=f"drop order, or use {name}=1",
-        )
-        for name, reason in (
-            (
-                "sp_size",
-                "ranks that share a sequence exchange the tokens of one chunk after the other",
-            ),
-            (
-                "pp_size",
-                "a stage must pass a chunk on before it has seen the next one, so a pipeline goes "
-                "chunk by chunk",
-            ),
-        )
+    _Conflict(
+        {"order": "by_layer", "pp_size": ...},
+        "a stage must pass a chunk on before it has seen the next one, so a pipeline goes chunk by "
+        "chunk",
+        allowed="order='auto' or 'by_chunk' with pp_size above 1",
+        remedy="drop order, or use pp_size=1",
     ),
     *(
         _Conflict(

@@ -270,7 +270,6 @@ def test_written_yaml_is_plain(tmp_path: Path) -> None:
             {"order": "by_layer", "pp_size": 2},
             "order='by_layer' contradicts pp_size=2: a stage must pass a chunk on before",
         ),
-        ({"order": "by_layer", "sp_size": 2}, "order='by_layer' contradicts sp_size=2"),
         (
             {"disk_memory": "1TiB"},
             "disk_memory='1TiB' is a budget in offload_dir, which is not set",

@@ -535,7 +535,7 @@ def launch_of_layout(
             "pp_layers": [len(held) for held in plan.layers],
             **({"pp_msp": "on"} if layout.schedule == MSP else {"pp_schedule": layout.schedule}),
         }
-    elif layout.sp == 1:
+    else:
         settings["order"] = layout.order
     if layout.activation_tier != HOST:
         settings["offload_tier"] = layout.activation_tier
@@ -572,13 +572,9 @@ def actions_of_layout(
     """
     layout = plan.layout
     if layout.stages == 1:
-        config = launch.config
-        if layout.sp > 1:
-            # As `sppo_hf.engine.plan_cache` does for ranks that share sequences.
-            config = config.replace(order="by_chunk")
         on_device = replace(
             single,
-            config=config,
+            config=launch.config,
             shape=request.bounds_of_layout.cost(layout).shape,
             sharded=layout.sharded,
             total_tokens=request.total_tokens,

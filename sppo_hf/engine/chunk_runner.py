@@ -29,6 +29,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -145,6 +146,23 @@ class ChunkInputs:
                 for name, tensors in self.added.items()
             },
             {kind: mask.of_rows(start, end) for kind, mask in self.masks.items()},
+        )
+
+    def joined(self, parts: Sequence[tuple[int, int]]) -> ChunkInputs:
+        """Return the inputs of tokens `[start, end)` of each part, one part after the other."""
+
+        def join(x: Tensor, dim: int) -> Tensor:
+            return torch.cat([x.narrow(dim, start, end - start) for start, end in parts], dim)
+
+        return ChunkInputs(
+            {name: join(x, 1) for name, x in self.tokens.items()},
+            join(self.position_ids, -1),
+            self.constants,
+            {
+                name: {layer: join(x, 1) for layer, x in tensors.items()}
+                for name, tensors in self.added.items()
+            },
+            self.masks,
         )
 
     def chunk(self, start: int, end: int) -> dict[str, Any]:
@@ -336,8 +354,9 @@ class ChunkRunner:
             yield chunk, self.run_chunk(chunk, inputs.chunk(*self.run_tokens(chunk)))
 
     def _run_by_layer(self, inputs: ChunkInputs, chunks: range) -> Iterator[tuple[int, Any]]:
-        assert self.group is None, "ranks that share a sequence go chunk by chunk"
-        bounds = self.plan.bounds[: chunks.stop]
+        bounds = self._bounds_of_call(chunks)
+        if self.group is not None:
+            inputs = inputs.joined([self.run_tokens(chunk) for chunk in chunks])
         # Of one chunk no example is needed; but where FSDP2 shards the model, other ranks, which
         # may have more chunks, wait for this one to gather the embedding for theirs.
         if len(chunks) > 1 or self.is_sharded:
@@ -502,7 +521,8 @@ class ChunkRunner:
             self._call = SlicedCall(
                 args,
                 kwargs,
-                bounds=self._call_bounds(),
+                bounds=self._bounds_of_call(self._chunks),
+                first_tokens=[self.rank_tokens(chunk)[0] for chunk in self._chunks],
                 example=self._examples[index],
                 where=where,
             )
@@ -510,9 +530,10 @@ class ChunkRunner:
         self._open_layer(index, layer, self._chunks.start, args, kwargs)
         return args, kwargs
 
-    def _call_bounds(self) -> Bounds:
-        """Return the bounds of the chunks of this call of the base model."""
-        return self.plan.bounds[self._chunks.start : self._chunks.stop]
+    def _bounds_of_call(self, chunks: range) -> Bounds:
+        """Return the bounds of chunks within the tokens of a call of the base model over them."""
+        lengths = (end - start for start, end in map(self.run_tokens, chunks))
+        return tuple(pairwise(accumulate(lengths, initial=0)))
 
     def _run_other_slices(
         self,
@@ -765,7 +786,7 @@ class ChunkRunner:
         Only its input is saved. Norms of 16-bit models compute in float32 and save what they
         compute on: 2 GiB for Llama-3.1-8B at 128K tokens, and 1 GiB more where their weights train.
         """
-        bounds, example = self._call_bounds(), self._examples.get(NORM)
+        bounds, example = self._bounds_of_call(self._chunks), self._examples.get(NORM)
         if len(bounds) == 1:
             bounds = self._tiles.bounds(args, kwargs)
             if len(bounds) > 1:  # called with [B, T, D] alone

@@ -612,7 +612,7 @@ class ForwardStep:
                 cannot run one by one: ranks have agreed on the number of groups, or weights are on
                 the host.
         """
-        at_once = self._runs_all_chunks or self.engine.weights is not None
+        at_once = self._is_sharded or self.engine.weights is not None
         found: list[tuple[tuple[int, int], Plan]] = []
         for start, end in self.call.row_groups(self.engine.config):
             try:

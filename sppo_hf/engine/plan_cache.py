@@ -267,8 +267,7 @@ class PlanCache:
         `planned_offload` reserves the memory of each plan. All ranks of `group` run the same plans.
         """
         self._parts = parts
-        # Ranks that share a sequence exchange tokens chunk by chunk.
-        self._config = config if group is None else config.replace(order="by_chunk")
+        self._config = config
         self._planned_offload = planned_offload
         self._group = group
         self._plans: dict[BatchShape, Plan] = {}

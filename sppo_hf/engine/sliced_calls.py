@@ -39,7 +39,7 @@ import contextlib
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -215,12 +215,14 @@ class SlicedCall:
         kwargs: dict[str, Any],
         *,
         bounds: Bounds,
+        first_tokens: Sequence[int] = (),
         example: Call,
         where: str,
     ) -> None:
         """Prepare to cut a call into the chunks of `bounds`, in tokens.
 
-        `example` is a call of the module for `EXAMPLE_TOKENS` tokens.
+        `first_tokens` are the places of the chunks' first tokens in the sequence, and `example` is
+        a call of the module for `EXAMPLE_TOKENS` tokens.
 
         Raises:
             CannotRunByLayer: It is unclear which dims of the arguments are the tokens.
@@ -244,12 +246,17 @@ class SlicedCall:
         if dim is None:
             raise CannotRunByLayer(f"{where} is given hidden states without a dim of tokens")
         self._cuts = [_cut(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+        self._first_tokens = first_tokens
         self._join = TokenJoin(dim, tokens, len(bounds))
 
     def take(self, index: int) -> Call:
         """Return the arguments of the `index`-th chunk; chunks are taken in order, each once."""
         start, end = self.bounds[index]
         leaves = [cut(start, end) for cut in self._cuts]
+        leaves = [
+            PrefixLength(self._first_tokens[index]) if isinstance(leaf, PrefixLength) else leaf
+            for leaf in leaves
+        ]
         if index == len(self.bounds) - 1:
             self._cuts = []  # do not keep the whole tensors alive
         args, kwargs = tree_unflatten(leaves, self._spec)
@@ -300,8 +307,6 @@ def _token_dim(leaf: Any, example: Any, tokens: int) -> int | None:
 
 def _cut(leaf: Any, dim: int | None) -> Callable[[int, int], Any]:
     """Return a function that cuts tokens `[start, end)` out of a leaf."""
-    if isinstance(leaf, PrefixLength):
-        return lambda start, _: PrefixLength(start)
     if dim is None:
         return lambda *_: leaf
     return TokenSlices(leaf, dim).take

@@ -234,6 +234,12 @@ def check_replicas(by_rank: Mapping[int, tuple[int, ...]]) -> int:
     if len({chunks * groups for chunks, groups, *_ in by_rank.values()}) == 1:
         return max(tiles for _, _, tiles, _ in by_rank.values())
     seen = ", ".join(f"{c * groups} on rank {rank}" for rank, (c, groups, *_) in by_rank.items())
+    if all(chunks == 1 for chunks, *_ in by_rank.values()):
+        raise PipelineError(
+            "FSDP2 gathers the weights of every layer once for each group of rows, for which all "
+            f"ranks wait, and they are about to run different numbers of groups: {seen}. Allowed: "
+            "the same number. Remedy: as many rows for each rank, or no micro_batch_size."
+        )
     raise PipelineError(
         "FSDP2 gathers the weights of every layer once for each chunk, for which all ranks "
         f"wait, and they are about to run different numbers of chunks: {seen}. Allowed: the "

@@ -336,14 +336,16 @@ def check_shareable_sequences(parts: ModelParts, sp_size: int) -> None:
 def gathers_of(
     engine: Engine, call: ForwardCall, plan: Plan, *, whole_logits: bool
 ) -> tuple[int, int, int, int]:
-    """Return what says how often a call gathers sharded weights, for `check_replicas`."""
+    """Return what says how often a call gathers sharded weights, for `check_replicas`.
+
+    Layer by layer all chunks, and all tiles of their loss, are computed with what was gathered.
+    """
     encodes = bool(call.encoder_inputs) and are_sharded(encoders(engine.parts))
-    return (
-        plan.num_chunks,
-        sum(1 for _ in call.row_groups(engine.config)),
-        engine.most_loss_tiles(call, plan, whole_logits=whole_logits),
-        int(encodes),
-    )
+    groups = sum(1 for _ in call.row_groups(engine.config))
+    if plan.order == "by_layer":
+        return 1, groups, 1, int(encodes)
+    tiles = engine.most_loss_tiles(call, plan, whole_logits=whole_logits)
+    return plan.num_chunks, groups, tiles, int(encodes)
 
 
 class ReplicaEngine(Engine):
@@ -362,11 +364,10 @@ class ReplicaEngine(Engine):
         if sharded is None:
             return 1  # all are gathered, and stay so (`set_reshard_after_backward(False)`)
         own = gathers_of(self, call, plan, whole_logits=whole_logits)
-        if plan.order == "by_chunk":
-            return check_replicas(gather_of_sharded(own, sharded))
-        if are_sharded(encoders(self.parts)):
-            check_replicas(gather_of_sharded((1, 1, 1, own[-1]), sharded))
-        return 1
+        may_differ = self.config.micro_batch_size or are_sharded(encoders(self.parts))
+        if plan.order == "by_layer" and not may_differ:
+            return 1
+        return check_replicas(gather_of_sharded(own, sharded))
 
 
 class SequenceParallelEngine(Engine):

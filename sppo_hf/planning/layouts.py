@@ -79,7 +79,8 @@ class Layout(NamedTuple):
 
     activation_tier: Tier = HOST
     order: Order = "by_chunk"
-    """Order of chunks and layers; by chunk in a pipeline, and where devices share sequences."""
+    """Order of chunks and layers; by chunk in a pipeline, and where devices that share sequences
+    have the whole model each."""
 
     @property
     def devices(self) -> int:
@@ -172,8 +173,8 @@ class SearchSpace:
     """Whether weights are sharded, where there is one stage on several devices."""
 
     orders: tuple[Order, ...] = ("by_layer", "by_chunk")
-    """Orders, where each device has sequences of its own. Sharded weights then go by layer: by
-    chunk all would be gathered for every chunk, and no gradient reduced before the last one."""
+    """Orders, where each device has sequences of its own. Sharded weights go by layer: by chunk all
+    would be gathered for every chunk, and no gradient reduced before the last one."""
 
     chunk_tokens: tuple[int, int] = (2048, 32_768)
     """Minimum and maximum mean tokens of a chunk on one device (its share in a sequence-parallel
@@ -210,9 +211,9 @@ class SearchSpace:
 
     def _orders_of(self, group: int, sharded: bool) -> tuple[Order, ...]:
         """Orders of one stage on groups of that many devices."""
-        if group > 1:
-            return ("by_chunk",)
-        return ("by_layer",) if sharded else self.orders
+        if sharded:
+            return ("by_layer",)
+        return ("by_chunk",) if group > 1 else self.orders
 
     def _of_groups(
         self, gpus: int, rows: int, total_tokens: int, num_layers: int

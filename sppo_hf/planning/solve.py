@@ -106,15 +106,16 @@ class BudgetViolation:
 def kv_modes_of(shape: ModelShape, base: Decisions, choices: Choices) -> tuple[KVMode, ...]:
     """Returns the allowed K/V modes.
 
-    By layer, K/V may be recomputed if layers may be. K/V that other layers read must be held until
-    all of these have run.
+    By layer, K/V may be recomputed if layers may be, but not by ranks that share sequences, which
+    would exchange them once more. K/V that other layers read must be held until all of these have
+    run.
     """
     if not base.by_layer:
         return choices.kv_tiers
     if any(layer.borrows_keys for layer in shape.layers):
         return ("device",)
     recomputable = {"inputs", "hidden"} & {*choices.saved} and "device" in choices.kv_tiers
-    return (*choices.kv_tiers, "recompute") if recomputable else choices.kv_tiers
+    return (*choices.kv_tiers, "recompute") if recomputable and shape.sp == 1 else choices.kv_tiers
 
 
 def fits(predicted: MemoryEstimate, budgets: Budgets) -> bool:

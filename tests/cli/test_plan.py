@@ -202,7 +202,7 @@ def test_a_disk_is_used_where_it_is_allowed_and_nothing_else_fits(tmp_path: Path
     code, out, _ = run(*question, *disk, "--json", "--write", str(tmp_path / "run"))
     best = json.loads(out)["plans"][0]
     assert (code, best["frame_tier"]) == (0, "disk")
-    assert best["host_bytes"] < 2 * 2**30 < best["disk_bytes"]
+    assert best["host_bytes"] <= 2 * 2**30 < best["disk_bytes"]
     settings = yaml.safe_load((tmp_path / "run" / "sppo.yaml").read_text())
     assert (settings["offload_tier"], settings["offload_dir"]) == ("disk", "/fast")
     # Two processes of one machine share what it has; stages of a pipeline do not peak together.
@@ -304,11 +304,11 @@ def test_fsdp2_where_no_copy_of_the_model_fits(tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     best = json.loads(out)["plans"][0]
     assert best["name"] == "FSDP2 with sequence parallelism of 8"
-    assert (best["sharded"], best["order"]) == (True, "by_chunk")
+    assert (best["sharded"], best["order"]) == (True, "by_layer")
     launch, config = written(tmp_path / "run")
     assert (launch["distributed_type"], launch["num_processes"]) == ("FSDP", 8)
     assert launch["fsdp_config"]["fsdp_version"] == 2
-    assert (config.sp_size, config.order) == (8, "auto")
+    assert (config.sp_size, config.order) == (8, "by_layer")
     out = flat(run(*question)[1])
     assert "FSDP2 1/1/8" in out
     assert "sharded over all GPUs (PyTorch 2.13 or newer)" in out

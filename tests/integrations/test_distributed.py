@@ -73,21 +73,25 @@ def test_by_layer_fsdp2_gathers_each_layer_once_a_pass(tmp_path: Path, settings)
 
 @needs_fsdp2
 @pytest.mark.parametrize(
-    "settings", [{"order": "by_chunk"}, {"sp_size": 2}], ids=["by chunk", "shared"]
+    ("settings", "times"),
+    [({"order": "by_chunk"}, 3), ({"sp_size": 2, "order": "by_chunk"}, 3), ({"sp_size": 2}, 1)],
+    ids=["by chunk", "shared by chunk", "shared"],
 )
-def test_by_chunk_fsdp2_gathers_for_every_chunk_and_reduces_once(tmp_path: Path, settings):
-    """As `sppo_hf.planning` counts it: autograd sums a gradient over all chunks before."""
-    chunks = 3
-    job = {"kind": "fsdp2", "settings": {**settings, "num_chunks": chunks}, "rows": 2}
+def test_by_chunk_fsdp2_gathers_for_every_chunk_and_reduces_once(tmp_path: Path, settings, times):
+    """As `sppo_hf.planning` counts it: autograd sums a gradient over all chunks before.
+
+    Layer by layer, as ranks that share sequences then go, weights are gathered once each way.
+    """
+    job = {"kind": "fsdp2", "settings": {**settings, "num_chunks": 3}, "rows": 2}
     ran = run_job({**job, "precision": "bf16"}, 2, tmp_path)
     # The plan counts a rank's part of the model, and weights as they are gathered.
     assert (ran["shards"], ran["dtype_bytes"]) == (2, 2)
     for seen in ran["history"]:
         layers = _of_layers(seen["gathered"])
-        assert Counter(layers) == dict.fromkeys(layers, 2 * chunks)
+        assert Counter(layers) == dict.fromkeys(layers, 2 * times)
         assert len(set(layers)) == 2
         # Norm and head stay from the first chunk's forward to the last one's backward.
-        assert seen["gathered"].count("model.norm.weight") == chunks
+        assert seen["gathered"].count("model.norm.weight") == times
         assert Counter(seen["reduced"]) == dict.fromkeys(seen["gathered"], 1)
 
 

@@ -84,6 +84,14 @@ MODELS = [
     case_of("images", "qwen3_vl", images=3, padding=[0, 9]),
     case_of("images, LoRA", "gemma3", images=3, lora=True),
 ]
+BY_LAYER = [
+    {
+        **case,
+        "name": f"{case['name']}, by layer",
+        "settings": {**case.get("settings", {}), "order": "by_layer"},
+    }
+    for case in [*BATCHES, *PLANS, *MODELS, case_of("by index", "llama4_text")]
+][:: 1 if ALL else 4]
 ZB, HELD = {"pp_schedule": "zb_seq1f1b"}, {"reduces": False}
 # Both rows at a time; other cases have one after the other.
 TOGETHER = {} if ALL else {"micro_batch_size": 2}
@@ -276,16 +284,16 @@ def test_all_pipelines_of_stages_that_share_sequences_are_exact(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_all_plans_and_models_are_exact_on_two_and_four_ranks(tmp_path: Path) -> None:
-    cases = [*BATCHES, *PLANS, *MODELS]
+    cases = [*BATCHES, *PLANS, *MODELS, *BY_LAYER]
     rest = [case for case in cases if case["name"] not in FAST]
     rest = merge_cases(rest)
     two = launch(rest, tmp_path / "two", sp_size=2, ranks=2)
     assert_attended_once(two, rest)
     # Two heads of keys: each is on two of four ranks. What a rank offloads depends on no other, and
     # what is beside attention is as with two.
-    four = [*BATCHES[1:6:2], PLANS[3], *MODELS[3:6:2]]
+    four = [*BATCHES[1:6:2], PLANS[3], *MODELS[3:6:2], *BY_LAYER[::3]]
     if ALL:
-        four = [*BATCHES, *PLANS[::3], *MODELS]
+        four = [*BATCHES, *PLANS[::3], *MODELS, *BY_LAYER]
     four = merge_cases(four)
     assert_attended_once(launch(four, tmp_path / "four", sp_size=4, ranks=4), four)
 

@@ -218,7 +218,8 @@ def test_the_search_offers_what_the_runtime_does() -> None:
     asked = replace(question(ALL), gpus=4, rows=4)
     sharded = [layout for layout in layouts(asked) if layout.sharded]
     assert {(x.stages, x.replicas, x.sp) for x in sharded} == {(1, 4, 1), (1, 2, 2), (1, 1, 4)}
-    assert all((x.order == "by_layer") == (x.sp == 1) for x in sharded)
+    assert {x.order for x in sharded} == {"by_layer"}
+    assert {x.order for x in layouts(asked) if x.sp > 1 and not x.sharded} == {"by_chunk"}
     assert {x.order for x in layouts(asked) if x.sp == 1 and x.stages == 1} == {
         *("by_layer", "by_chunk")
     }
