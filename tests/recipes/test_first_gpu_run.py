@@ -210,3 +210,20 @@ def test_it_ends_in_its_time_and_what_it_found_is_kept_outside(run, tmp_path: Pa
         names = found.getnames()
     assert "./facts.log" in names
     assert "./.done-facts" in names, "unpacked elsewhere it is not run again"
+
+
+def test_a_step_that_could_find_nothing_in_what_is_left_is_not_begun(run) -> None:
+    steps = ("tests", "ideal-64K", "attention", "longest", "quickstart")
+    status, said, calls = run("--seconds", "100", *steps, size="")
+    assert status == 1
+    assert calls == []
+    for step in steps:
+        assert f"== {step}: no time left" in said
+
+
+def test_no_try_for_the_longest_row_is_ended_by_its_time(run) -> None:
+    _, _, calls = run("longest", size="")
+    (row,) = (shlex.split(call) for call in calls if "--longest" in call)
+    tokens = parse_tokens(row[row.index("--longest-limit") + 1])
+    steps, start_seconds, step_seconds = 3, 60, 171 * (tokens / 2**18) ** 2
+    assert float(row[row.index("--timeout") + 1]) >= start_seconds + steps * step_seconds
