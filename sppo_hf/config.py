@@ -80,8 +80,7 @@ class SPPOConfig:
     """Order of work on one device: "by_layer" runs all chunks of a layer before the next layer and
     so holds keys and values of one layer at a time, "by_chunk" runs all layers of a chunk before
     the next chunk. "auto" takes the faster one that fits, and where speeds are not known, or on a
-    CPU, the one with less memory. Pipelines always go by chunk; ranks that share a sequence do so
-    by "auto", unless FSDP2 shards the model."""
+    CPU, the one with less memory. Pipelines always go by chunk."""
 
     offload: str = "auto"
     """Which saved activations are offloaded from the device: "none" keeps all, "full" offloads all,

@@ -485,6 +485,8 @@ def layout_words(row: dict[str, Any]) -> str:
     leaving = {"none": "", "full": ", offloaded", "sppo": ", partly offloaded"}[row["offload"]]
     kv = ", K/V on host" if row["kv_tier"] == "host" else ""
     name = row["schedule"].removesuffix("_seq1f1b")
+    if row["stages"] == 1:
+        name = row["order"].replace("_", " ")
     sharded = ", FSDP2" if row["sharded"] else ""
     return (
         f"{row['replicas']}/{row['stages']}/{row['sp']}{sharded}, {row['num_chunks']} chunks, "

@@ -133,8 +133,6 @@ def read_orders(
     # A stage of a pipeline passes each chunk on before it begins the next.
     if not by_layer or config.pp_size > 1 or config.order == "by_chunk":
         return ("by_chunk",)
-    if config.sp_size > 1 and config.order == "auto" and not sharded:
-        return ("by_chunk",)
     if config.weights == "host" or sharded:
         # By chunk all weights would come once for every chunk; gathered ones also for each of the
         # chunks that other ranks have, if rows have other lengths there.

@@ -79,8 +79,7 @@ class Layout(NamedTuple):
 
     activation_tier: Tier = HOST
     order: Order = "by_chunk"
-    """Order of chunks and layers; by chunk in a pipeline, and where devices that share sequences
-    have the whole model each."""
+    """Order of chunks and layers; by chunk in a pipeline."""
 
     @property
     def devices(self) -> int:
@@ -98,7 +97,7 @@ class Layout(NamedTuple):
         if self.stages > 1:
             return self.schedule
         kind = "FSDP2" if self.sharded else "DDP"
-        return f"{kind} by chunk" if self.sp == 1 and self.order == "by_chunk" else kind
+        return f"{kind} by chunk" if self.order == "by_chunk" else kind
 
     @property
     def name(self) -> str:
@@ -173,8 +172,8 @@ class SearchSpace:
     """Whether weights are sharded, where there is one stage on several devices."""
 
     orders: tuple[Order, ...] = ("by_layer", "by_chunk")
-    """Orders, where each device has sequences of its own. Sharded weights go by layer: by chunk all
-    would be gathered for every chunk, and no gradient reduced before the last one."""
+    """Orders, where there is one stage. Sharded weights go by layer: by chunk all would be gathered
+    for every chunk, and no gradient reduced before the last one."""
 
     chunk_tokens: tuple[int, int] = (2048, 32_768)
     """Minimum and maximum mean tokens of a chunk on one device (its share in a sequence-parallel
@@ -206,14 +205,8 @@ class SearchSpace:
                     yield layout
                     continue
                 for sharded in self.sharded if layout.devices > 1 else (False,):
-                    for order in self._orders_of(group, sharded):
+                    for order in ("by_layer",) if sharded else self.orders:
                         yield layout._replace(sharded=sharded, order=order)
-
-    def _orders_of(self, group: int, sharded: bool) -> tuple[Order, ...]:
-        """Orders of one stage on groups of that many devices."""
-        if sharded:
-            return ("by_layer",)
-        return ("by_chunk",) if group > 1 else self.orders
 
     def _of_groups(
         self, gpus: int, rows: int, total_tokens: int, num_layers: int

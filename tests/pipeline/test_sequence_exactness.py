@@ -6,6 +6,7 @@ unmodified model in rank 0's process, in float64.
 
 import re
 import shutil
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 
 def case_of(name: str, family: str = "llama", **others: Any) -> Case:
     # Hooks on parameters would see a rank's part of a gradient, as under DDP.
     size = {"layers": 2} if family in ("llama", "llama-bias-tied") else {}
-    return {"name": name, "family": family, "rows": 2, "hooks": False, **size, **others}
+    settings = {"order": "by_chunk", **others.pop("settings", {})}
+    case = {"name": name, "family": family, "rows": 2, "hooks": False, "settings": settings}
+    return {**case, **size, **others}
 
 
 BATCHES = [
@@ -88,7 +91,7 @@ BY_LAYER = [
     {
         **case,
         "name": f"{case['name']}, by layer",
-        "settings": {**case.get("settings", {}), "order": "by_layer"},
+        "settings": {**case["settings"], "order": "by_layer"},
     }
     for case in [*BATCHES, *PLANS, *MODELS, case_of("by index", "llama4_text")]
 ][:: 1 if ALL else 4]
@@ -307,8 +310,9 @@ def test_every_family_is_exact(tmp_path: Path) -> None:
         others = {case["family"] for case in (*BATCHES, *PLANS, *MODELS)}
         names = [name for name in names if name in kinds(1) - others]
     plans = [{"recompute": r, "offload": o} for r in ("none", "full") for o in ("none", "full")]
+    orders = [{"order": order} for order in ("by_chunk", "by_layer")]
     cases = [
-        case_of(name, name, settings={"num_chunks": 3 if ALL else 2, **plans[index % 4]})
-        for index, name in enumerate(names)
+        case_of(name, name, settings={"num_chunks": 3 if ALL else 2, **plan, **order})
+        for name, plan, order in zip(names, cycle(plans), cycle([*orders, *orders[::-1]]))
     ]
     launch(cases, tmp_path, sp_size=2, ranks=2)

@@ -52,11 +52,24 @@ def test_layers_with_other_numbers_of_heads_count() -> None:
         check_shareable_sequences(parts, 4)
 
 
+FOUR_CHUNKS = r"3 on rank 0, 4 on rank 1\. .* Remedy: num_chunks=4 "
+TWO_GROUPS = r"different numbers of groups: 1 on rank 0, 2 on rank 1\. .*Remedy: as many rows"
+
+
 @pytest.mark.parametrize(
-    ("other", "agrees"), [((3, 1, 5, 0), True), ((1, 3, 2, 0), True), ((4, 1, 2, 0), False)]
+    ("order", "other", "refused"),
+    [
+        ("by_chunk", (3, 1, 5, 0), ""),
+        ("by_chunk", (1, 3, 2, 0), ""),
+        ("by_chunk", (4, 1, 2, 0), FOUR_CHUNKS),
+        ("by_layer", (1, 1, 1, 0), ""),
+        ("by_layer", (1, 2, 1, 0), TWO_GROUPS),
+    ],
 )
-def test_replicas_that_share_sharded_weights_run_as_many_chunks(monkeypatch, other, agrees):
-    """FSDP2 gathers weights for each chunk; by length, replicas may have other numbers of them."""
+def test_replicas_that_share_sharded_weights_gather_them_as_often(
+    monkeypatch, order, other, refused
+):
+    """By chunk for each chunk, of which replicas may have other numbers; else by groups of rows."""
     monkeypatch.setattr(sequence_parallel, "gather", lambda own, group: {0: own, 1: other})
     engine: Any = SimpleNamespace(
         mesh=SimpleNamespace(dp_size=2, replica_control_group=None),
@@ -65,13 +78,13 @@ def test_replicas_that_share_sharded_weights_run_as_many_chunks(monkeypatch, oth
         most_loss_tiles=lambda call, plan, whole_logits: 4,
     )
     call: Any = SimpleNamespace(row_groups=lambda config: [(0, 2)], encoder_inputs={})
-    plan: Any = SimpleNamespace(num_chunks=3)
-    if agrees:
+    plan: Any = SimpleNamespace(num_chunks=3, order=order)
+    if not refused:
         tiles = SequenceParallelEngine.check_plan(engine, call, plan, whole_logits=False)
-        assert tiles == max(4, other[2]), "the head is called as often on all"
+        own = 4 if order == "by_chunk" else 1
+        assert tiles == max(own, other[2]), "the head is called as often on all"
         return
-    seen = r"3 on rank 0, 4 on rank 1\. .* Remedy: num_chunks=4 "
-    with pytest.raises(PipelineError, match=seen):
+    with pytest.raises(PipelineError, match=refused):
         SequenceParallelEngine.check_plan(engine, call, plan, whole_logits=False)
 
 
