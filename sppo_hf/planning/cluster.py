@@ -464,9 +464,14 @@ class _Search:
         return True
 
 
-def _worse(plan: ClusterPlan) -> tuple[float, bool, bool]:
-    """Sort key of plans: time, then whether anything is copied for nothing."""
-    return plan.step_seconds, plan.offloads, plan.layout.kv_tier != "device"
+def _worse(plan: ClusterPlan) -> tuple[float, bool, bool, int, float]:
+    """Sort key of plans: time, then whether anything is copied for nothing, then memory.
+
+    Times that are the same to four digits are no difference: no simulation is that good.
+    """
+    copies = plan.offloads, plan.layout.kv_tier != "device"
+    seconds = float(f"{plan.step_seconds:.4g}")
+    return seconds, *copies, max(plan.peak_bytes), plan.step_seconds
 
 
 def layouts(request: ClusterRequest, *, across: bool = False) -> Iterator[Layout]:

@@ -149,7 +149,7 @@ def test_the_best_five_and_why(tmp_path: Path) -> None:
     result = json.loads(out)
     assert result["fits"] is True
     assert len(result["plans"]) == 5
-    seconds = [plan["step_seconds"] for plan in result["plans"]]
+    seconds = [float(f"{plan['step_seconds']:.4g}") for plan in result["plans"]]
     assert seconds == sorted(seconds)
     best = result["plans"][0]
     assert best["stages"] * best["replicas"] * best["sp"] == 2

@@ -18,6 +18,7 @@ from sppo_hf.planning.cluster import (
     _num_actions,
     _simulate_rows,
     _warm_up,
+    _worse,
     layouts,
     simulate_layout,
     solve_cluster,
@@ -78,6 +79,14 @@ def test_the_best_are_the_fastest_of_all_that_fit() -> None:
     assert [plan.step_seconds for plan in answer.best] == [p.step_seconds for p in fitting[:3]]
     assert answer.num_simulated < answer.num_candidates
     assert all(max(plan.peak_bytes) <= 5.2 * GIB for plan in answer.best)
+
+
+def test_of_those_that_take_as_long_the_one_with_less_memory_comes_first() -> None:
+    plan = simulate_layout(QUESTION, next(layouts(QUESTION)))
+    small = replace(plan, step_seconds=1.00001, peak_bytes=(1,))
+    large = replace(plan, step_seconds=1.0, peak_bytes=(2,))
+    slow = replace(plan, step_seconds=1.002, peak_bytes=(0,))
+    assert sorted([slow, large, small], key=_worse) == [small, large, slow]
 
 
 EVERYTHING = SearchSpace(
