@@ -28,7 +28,7 @@ import inspect
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -94,6 +94,15 @@ class MaskMeaning:
     def of_rows(self, start: int, end: int) -> MaskMeaning:
         """Return the mask of batch rows `[start, end)`."""
         spans = (replace(s, row=s.row - start) for s in self.spans if start <= s.row < end)
+        return replace(self, spans=tuple(spans))
+
+    def within(self, real: Sequence[tuple[int, int]]) -> MaskMeaning:
+        """Return the mask without padding: tokens `[start, end)` of each row are `real`.
+
+        No query sees padding, which a span may run into.
+        """
+        bounds = ((s, max(s.start, real[s.row][0]), min(s.end, real[s.row][1])) for s in self.spans)
+        spans = (replace(s, start=start, end=end) for s, start, end in bounds if end - start > 1)
         return replace(self, spans=tuple(spans))
 
     @property

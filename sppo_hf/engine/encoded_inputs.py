@@ -30,7 +30,7 @@ from sppo_hf.engine.attention_interface import (
     document_positions,
 )
 from sppo_hf.engine.chunk_runner import ChunkInputs
-from sppo_hf.engine.forward_calls import ForwardCall, is_of_encoders, is_switch
+from sppo_hf.engine.forward_calls import ForwardCall, is_of_encoders, is_switch, real_spans
 from sppo_hf.engine.loss import UnknownOutput
 from sppo_hf.engine.model_parts import (
     CACHE_ARGUMENTS,
@@ -208,7 +208,12 @@ def _masks(call: ForwardCall, given: Any) -> dict[Any, MaskMeaning]:
                 "chunks cannot do. Remedy: train on batches of text (leave "
                 f"{', '.join(call.encoder_inputs)} out), or revert the model."
             )
-    return masks if any(isinstance(m, MaskMeaning) and m.spans for m in masks.values()) else {}
+    if not any(isinstance(m, MaskMeaning) and m.spans for m in masks.values()):
+        return {}
+    if call.attention_mask is None:
+        return masks
+    real = real_spans(call.attention_mask, call.batch_rows, call.total_tokens)
+    return {kind: mask.within(real) for kind, mask in masks.items()}
 
 
 def _check_embeddings(call: ForwardCall, embeds: Tensor | None) -> None:

@@ -584,12 +584,13 @@ class ForwardStep:
             if call.encoder_inputs:
                 self._encoded = encode(call)
             self._groups = self._row_groups()
-            step = map(self._step_rows, self._groups)
+            standard = self._parts.causal_lm.loss_function is ForCausalLMLoss
+            by_chunk = call.has_labels and standard and not call.head_arguments
+            step = (self._step_rows(group, skip_padding=by_chunk) for group in self._groups)
             engine.plans.warm_up_attention(step, call.device, engine.observer)
             self._heap = HeapWatch.of_step(plan, self._parts.causal_lm.parameters())
-            standard = self._parts.causal_lm.loss_function is ForCausalLMLoss
             output: Any
-            if call.has_labels and standard and not call.head_arguments:
+            if by_chunk:
                 output = self._loss(router_loss)
             else:
                 if not call.head_arguments:
@@ -649,10 +650,10 @@ class ForwardStep:
             moved = replace(moved, tile_tokens=tile_tokens)
         return moved
 
-    def _step_rows(self, group: RowGroup) -> StepRows:
+    def _step_rows(self, group: RowGroup, *, skip_padding: bool) -> StepRows:
         """What runs of a group, for kernels that build a plan for each shape."""
-        used = self.layout.used_tokens or self.call.total_tokens
-        used = self.call.total_tokens if self._runs_all_chunks else used
+        used = self.layout.used_tokens if skip_padding and not self._runs_all_chunks else 0
+        used = used or self.call.total_tokens
         chunks = range(sum(start < used for start, _ in group.plan.bounds))
         start, end = group.rows
         spans = self.layout.spans(start, end)

@@ -601,7 +601,7 @@ def read_layout(
         rows = _packed_by_lengths(cu_seq_lens, batch_rows, total_tokens)
         return BatchLayout(rows, total_tokens, labelled)
     if attention_mask is not None:
-        spans = _real_spans(attention_mask, batch_rows, total_tokens)
+        spans = real_spans(attention_mask, batch_rows, total_tokens)
         if any(start for start, _ in spans):
             _refuse_left_padding(spans, shift_labels_BT, ignore_index, left_padding)
         _warn_if_packing_is_ignored(position_ids, attention_mask)
@@ -640,7 +640,7 @@ def _padded(
     return replace(layout, rows=rows if has_left_padding else None, used_tokens=used_tokens)
 
 
-def _real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[int, int]]:
+def real_spans(mask: Tensor, batch_rows: int, total_tokens: int) -> list[tuple[int, int]]:
     """Return `(start, end)` of each row's real tokens; `(0, 0)` for a row of padding alone."""
     if mask.ndim != 2 or tuple(mask.shape) != (batch_rows, total_tokens):
         raise ConfigError(

@@ -162,6 +162,18 @@ def test_tokens_of_an_image_see_each_other_in_both_directions(
     assert report.exact, str(report)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("side", ["padding", "left_padding"])
+def test_padding_of_the_type_of_images_is_not_seen(side: str) -> None:
+    """An image next to padding, to which a collator has given the image's type."""
+    model = build_tiny_model("gemma4_unified")
+    batch = _with_images(model, images=1, **{side: (12, 0)})
+    (types,) = (x for name, x in batch.items() if name.endswith("token_type_ids"))
+    types[0, 45:] = types[0, :14] = 1
+    report = compare(model, batch, SETTINGS.replace(chunk_lengths=None, num_chunks=3))
+    assert report.exact, str(report)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -21,6 +21,7 @@ from sppo_hf.testing.tiny_models import build_tiny_model, make_batch
 from tests.attention.backends.cases import deterministic
 from tests.attention.backends.fake_kernels import FakeAten
 from tests.engine.forced_plans import force_kv, force_modes
+from tests.engine.unplanned import unplanned_shapes
 from tests.sweeps import turn
 
 
@@ -177,6 +178,22 @@ def test_kernels_build_plans_for_all_shapes_of_a_step_before_it(
     step()
     assert not kernel.before
     assert len(observer.said) == 1
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_kernels_build_plans_for_padding_where_it_runs(own_loss):
+    """A loss of the model's own gets logits of whole rows, the padding of all rows among them."""
+    model = build_tiny_model("llama", dtype=torch.float32).train()
+    if own_loss:
+        model.loss_function = lambda logits, labels, *_, **__: logits[labels >= 0].mean()
+    batch = make_batch(tokens=48, padding=(20,))
+    with unplanned_shapes() as unplanned:
+        convert(model, SPPOConfig(chunk_lengths=(16, 16, 12, 4), show_plan=False))
+        model(**batch).loss.backward()
+    assert not unplanned
+    assert get_engine(model).counters["attention_forwards"] == model.config.num_hidden_layers * (
+        4 if own_loss else 2
+    )
 
 
 @pytest.mark.parametrize(
