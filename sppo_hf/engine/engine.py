@@ -543,9 +543,11 @@ class ForwardStep:
         self._group = self.engine.group
         self._is_sharded = are_sharded(self.modules)
         """Whether FSDP2 shards the model."""
-        # FSDP2 gathers weights for every chunk then, for which all ranks wait: none may leave out
-        # chunks of padding or without labels, which other ranks' batches do not have.
-        self._runs_all_chunks = self._is_sharded and self.plan.order == "by_chunk"
+        # FSDP2 gathers weights for every chunk or group of rows then, for which all ranks wait: no
+        # rank may leave out chunks of padding or without labels, which others do not have.
+        by_chunk = self.plan.order == "by_chunk"
+        several_groups = self.call.micro_batch_rows(self.engine.config) < self.call.batch_rows
+        self._runs_all_chunks = self._is_sharded and (by_chunk or several_groups)
         self._has_states = have_mixers(self.modules)
         """Whether recurrent states are passed from chunk to chunk, beside K/V."""
         self._log: ActionLog | None = None

@@ -45,6 +45,7 @@ from sppo_hf.engine.forward_calls import ForwardCall
 from sppo_hf.engine.plan_cache import trainable_mask
 from sppo_hf.errors import PipelineError, SPPOError
 from sppo_hf.pipeline.mesh import PipelineMesh
+from sppo_hf.planning.decisions import Order
 
 ValueT = TypeVar("ValueT")
 SharedT = TypeVar("SharedT")
@@ -205,16 +206,18 @@ def gather_of_sharded(numbers: tuple[int, ...], parameter: Any) -> dict[int, tup
     return {rank: tuple(row) for rank, row in zip(ranks, gathered.tolist(), strict=True)}
 
 
-def check_replicas(by_rank: Mapping[int, tuple[int, ...]]) -> int:
+def check_replicas(by_rank: Mapping[int, tuple[int, ...]], *, order: Order) -> int:
     """Refuse batches and plans for which FSDP2 would gather weights more often on some ranks.
 
-    Calls of the final norm and of the head, which may be gathered together, pair up in FSDP2's
-    bookkeeping. So ranks must call the head as often in each chunk, too.
+    By chunk all are gathered for every chunk, layer by layer for every group of rows. Calls of the
+    final norm and of the head, which may be gathered together, pair up in FSDP2's bookkeeping. So
+    where there are several chunks or groups, ranks must call the head as often in each, too.
 
     Args:
         by_rank: Each rank's number of chunks, the number of groups of rows that it runs in, the
             number of tiles of its loss in the chunk that has most, and whether it runs sharded
             encoders of images or sound.
+        order: The plan's.
 
     Returns:
         The number of tiles that the loss of each chunk must have.
@@ -231,15 +234,17 @@ def check_replicas(by_rank: Mapping[int, tuple[int, ...]]) -> int:
             "Allowed: on all ranks, or on none. Remedy: sort or mix the rows so, or leave the "
             "encoders' layers out of those that FSDP2 wraps (transformer_layer_cls_to_wrap)."
         )
-    if len({chunks * groups for chunks, groups, *_ in by_rank.values()}) == 1:
-        return max(tiles for _, _, tiles, _ in by_rank.values())
-    seen = ", ".join(f"{c * groups} on rank {rank}" for rank, (c, groups, *_) in by_rank.items())
-    if all(chunks == 1 for chunks, *_ in by_rank.values()):
+    groups = {rank: count for rank, (_, count, *_) in by_rank.items()}
+    if order == "by_layer" and len({*groups.values()}) > 1:
+        seen = ", ".join(f"{count} on rank {rank}" for rank, count in groups.items())
         raise PipelineError(
             "FSDP2 gathers the weights of every layer once for each group of rows, for which all "
             f"ranks wait, and they are about to run different numbers of groups: {seen}. Allowed: "
             "the same number. Remedy: as many rows for each rank, or no micro_batch_size."
         )
+    if len({chunks * count for chunks, count, *_ in by_rank.values()}) == 1:
+        return max(tiles for _, _, tiles, _ in by_rank.values())
+    seen = ", ".join(f"{c * count} on rank {rank}" for rank, (c, count, *_) in by_rank.items())
     raise PipelineError(
         "FSDP2 gathers the weights of every layer once for each chunk, for which all ranks "
         f"wait, and they are about to run different numbers of chunks: {seen}. Allowed: the "

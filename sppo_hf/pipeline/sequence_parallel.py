@@ -338,12 +338,12 @@ def gathers_of(
 ) -> tuple[int, int, int, int]:
     """Return what says how often a call gathers sharded weights, for `check_replicas`.
 
-    Layer by layer all chunks, and all tiles of their loss, are computed with what was gathered.
+    Layer by layer, one group of rows is computed with what was gathered once.
     """
     encodes = bool(call.encoder_inputs) and are_sharded(encoders(engine.parts))
     groups = sum(1 for _ in call.row_groups(engine.config))
-    if plan.order == "by_layer":
-        return 1, groups, 1, int(encodes)
+    if plan.order == "by_layer" and groups == 1:
+        return 1, 1, 1, int(encodes)
     tiles = engine.most_loss_tiles(call, plan, whole_logits=whole_logits)
     return plan.num_chunks, groups, tiles, int(encodes)
 
@@ -367,7 +367,7 @@ class ReplicaEngine(Engine):
         may_differ = self.config.micro_batch_size or are_sharded(encoders(self.parts))
         if plan.order == "by_layer" and not may_differ:
             return 1
-        return check_replicas(gather_of_sharded(own, sharded))
+        return check_replicas(gather_of_sharded(own, sharded), order=plan.order)
 
 
 class SequenceParallelEngine(Engine):
@@ -409,7 +409,7 @@ class SequenceParallelEngine(Engine):
         own = gathers_of(self, call, plan, whole_logits=whole_logits)
         if self.mesh.dp_size == 1:
             return own[2]
-        return check_replicas(gather(own, self.mesh.replica_control_group))
+        return check_replicas(gather(own, self.mesh.replica_control_group), order=plan.order)
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         self._num_calls += 1

@@ -131,6 +131,16 @@ def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
 
 
 @needs_fsdp2
+def test_fsdp2_gathers_weights_as_often_for_every_group_of_rows(tmp_path: Path):
+    """Also on a rank of whose second row all labels are in one of two chunks."""
+    job = {"kind": "fsdp2", "lengths": [24, 24, 7, 2]}
+    settings = {"num_chunks": 2, "micro_batch_size": 1}
+    ours = run_job({**job, "settings": settings, "rows": 2}, 2, tmp_path / "two")
+    plain = run_job({**job, "rows": 4}, 1, tmp_path / "one")
+    assert_same_run(ours, plain, ("loss", "grad_norm"))
+
+
+@needs_fsdp2
 @pytest.mark.parametrize(
     ("settings", "kind", "family"),
     [
