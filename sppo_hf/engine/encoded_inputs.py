@@ -200,13 +200,15 @@ def _masks(call: ForwardCall, given: Any) -> dict[Any, MaskMeaning]:
     masks = given if isinstance(given, dict) else {None: given}
     for one in masks.values():
         known = isinstance(one, MaskMeaning) and one.refusal is None
-        spans_and_states = known and one.spans and call.parts.has_recurrent_state
-        if one is not None and one is not call.attention_mask and (not known or spans_and_states):
+        cannot = call.cu_seq_lens is not None or call.parts.has_recurrent_state
+        refused = not known or (one.spans and cannot)
+        if one is not None and one is not call.attention_mask and refused:
             raise UnsupportedModelError(
                 f"{call.parts.name} builds an attention mask for images that is neither causal nor "
-                "lets the tokens of each image alone see each other in both directions, which "
-                "chunks cannot do. Remedy: train on batches of text (leave "
-                f"{', '.join(call.encoder_inputs)} out), or revert the model."
+                "lets the tokens of each image alone see each other in both directions (or does so "
+                "in packed rows, or beside recurrent layers), which chunks cannot do. Remedy: "
+                f"train on batches of text (leave {', '.join(call.encoder_inputs)} out), or revert "
+                "the model."
             )
     if not any(isinstance(m, MaskMeaning) and m.spans for m in masks.values()):
         return {}

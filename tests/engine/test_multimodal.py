@@ -204,11 +204,17 @@ def test_an_image_that_is_longer_than_chunks_is_refused() -> None:
     model(**batch).loss.backward()  # the remedy
 
 
-def test_packed_images_whose_tokens_see_each_other_are_refused() -> None:
+@pytest.mark.parametrize("packed_by", ["position_ids", "cu_seq_lens"])
+def test_packed_images_whose_tokens_see_each_other_are_refused(packed_by: str) -> None:
     """Transformers looks for images at other tokens then: in layers with a window, not in all."""
     model = build_tiny_model("gemma3", dtype=torch.float32)
     batch = _with_images(model, rows=1, images=2)
-    batch["position_ids"] = torch.cat([torch.arange(40), torch.arange(20)])[None]
+    if packed_by == "position_ids":
+        batch["position_ids"] = torch.cat([torch.arange(40), torch.arange(20)])[None]
+    else:
+        ends = torch.tensor([0, 40, 60], dtype=torch.int32)
+        batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        batch |= {"max_length_q": 40, "max_length_k": 40}
     convert(model, SETTINGS.replace(chunk_lengths=None, num_chunks=3))
     remedy = r"for images that is neither causal nor .*leave token_type_ids, pixel_values out"
     with pytest.raises(UnsupportedModelError, match=remedy):
