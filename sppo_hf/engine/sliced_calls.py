@@ -215,14 +215,14 @@ class SlicedCall:
         kwargs: dict[str, Any],
         *,
         bounds: Bounds,
-        first_tokens: Sequence[int] = (),
+        first_tokens: Sequence[int] | None = None,
         example: Call,
         where: str,
     ) -> None:
         """Prepare to cut a call into the chunks of `bounds`, in tokens.
 
-        `first_tokens` are the places of the chunks' first tokens in the sequence, and `example` is
-        a call of the module for `EXAMPLE_TOKENS` tokens.
+        `first_tokens` are the places of the chunks' first tokens in the sequence, if they differ
+        from `bounds`, and `example` is a call of the module for `EXAMPLE_TOKENS` tokens.
 
         Raises:
             CannotRunByLayer: It is unclear which dims of the arguments are the tokens.
@@ -246,7 +246,7 @@ class SlicedCall:
         if dim is None:
             raise CannotRunByLayer(f"{where} is given hidden states without a dim of tokens")
         self._cuts = [_cut(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-        self._first_tokens = first_tokens
+        self._first_tokens = first_tokens or [start for start, _ in bounds]
         self._join = TokenJoin(dim, tokens, len(bounds))
 
     def take(self, index: int) -> Call:
