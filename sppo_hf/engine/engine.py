@@ -587,12 +587,13 @@ class ForwardStep:
                 self._encoded = encode(call)
             self._groups = self._row_groups()
             standard = self._parts.causal_lm.loss_function is ForCausalLMLoss
-            by_chunk = call.has_labels and standard and not call.head_arguments
-            step = (self._step_rows(group, skip_padding=by_chunk) for group in self._groups)
+            in_tiles = call.has_labels and standard and not call.head_arguments
+            # Else head and loss get the hidden states of whole rows, padding included.
+            step = (self._step_rows(group, skip_padding=in_tiles) for group in self._groups)
             engine.plans.warm_up_attention(step, call.device, engine.observer)
             self._heap = HeapWatch.of_step(plan, self._parts.causal_lm.parameters())
             output: Any
-            if by_chunk:
+            if in_tiles:
                 output = self._loss(router_loss)
             else:
                 if not call.head_arguments:

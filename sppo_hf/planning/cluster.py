@@ -1,8 +1,8 @@
 """Search for the fastest layouts of a training step over several devices.
 
 A layout is a number of stages, replicas and chunks, a schedule, and one rule for what all stages
-save, recompute and offload. Without a pipeline FSDP2 may shard the model, and devices with rows of
-their own go layer by layer, as one device alone does. Layouts are sorted by a lower bound on their
+save, recompute and offload. Without a pipeline FSDP2 may shard the model, and devices may go
+layer by layer, as one device alone may. Layouts are sorted by a lower bound on their
 step time (`LowerBounds`) and simulated in that order (`PipelineCost`, by layer `lowering`), until
 the bound exceeds the slowest of the plans to keep. Those whose lower bound on memory exceeds a
 budget are not simulated. Which single activations to save is the solver's question, for one device
