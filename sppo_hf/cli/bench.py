@@ -60,8 +60,8 @@ class BenchArguments:
     contenders: Annotated[
         str,
         typer.Option(
-            help="Names with commas between, or all. Each but the ideal also with +liger, those"
-            " that checkpoint also with +tiled (the ideal's loss)."
+            help="Names with commas between, or all. Plain, checkpointing, ours and the ideal also"
+            " with +liger, those that checkpoint also with +tiled (the ideal's loss)."
         ),
     ] = "all"
     dtype: common.Dtype = "bfloat16"

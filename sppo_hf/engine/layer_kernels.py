@@ -622,7 +622,7 @@ class _ExpertsLikeLiger(torch.autograd.Function):
     """`LigerFusedMoEFunction` but for the values: all tokens take the first expert.
 
     Its products are convolutions, since no rerun can keep what runs within a kernel, while a
-    matmul's output would be kept.
+    matmul's output would be kept. They are in the dtype of `x`, under autocast too.
     """
 
     @staticmethod
@@ -632,9 +632,10 @@ class _ExpertsLikeLiger(torch.autograd.Function):
         tokens, choices = chosen_MK.shape
         routes = torch.zeros(3, tokens * choices, dtype=torch.int32, device=x_MD.device)
         gathered_ND = x_MD.repeat_interleave(choices, 0)
-        both_NG = F.conv1d(gathered_ND[..., None], up_EGD[0, ..., None]).squeeze(-1)
-        gate_NF, up_NF = both_NG.chunk(2, -1)
-        made_ND = F.conv1d((F.silu(gate_NF) * up_NF)[..., None], down_EDF[0, ..., None]).squeeze(-1)
+        with torch.autocast(x_MD.device.type, enabled=False):
+            both_NG = _product_in_kernel(gathered_ND, up_EGD[0])
+            gate_NF, up_NF = both_NG.chunk(2, -1)
+            made_ND = _product_in_kernel(F.silu(gate_NF) * up_NF, down_EDF[0])
         weights_N = weights.flatten().contiguous()
         ctx.save_for_backward(x_MD, up_EGD, down_EDF, both_NG, weights_N, routes)
         return made_ND.view(tokens, choices, -1).sum(1).to(x_MD.dtype)
@@ -655,6 +656,10 @@ class _ExpertsLikeLiger(torch.autograd.Function):
         if needed[2]:
             ddown_EDF = (grad_ND.t() @ (F.silu(gate_NF) * up_NF)).expand_as(down_EDF)
         return dx_MD, dup_EGD, ddown_EDF, None, weights_N.view(len(x_MD), choices)
+
+
+def _product_in_kernel(x_ND: Tensor, weight_GD: Tensor) -> Tensor:
+    return F.conv1d(x_ND[..., None], weight_GD[..., None].to(x_ND.dtype)).squeeze(-1)
 
 
 _IN_TORCH: dict[str, Callable[..., Any]] = {

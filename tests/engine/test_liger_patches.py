@@ -221,6 +221,29 @@ def test_experts_in_one_kernel(patch: Any) -> None:
     assert layer.whole_bytes < without.whole_bytes
 
 
+@pytest.mark.parametrize("kind", ["fake", "zeros"])
+def test_experts_in_one_kernel_under_autocast(
+    kind: str, patch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves its product in the dtype of its input, which a norm in float32 gives it."""
+    monkeypatch.setattr(trace_profile, "_TINY_ELEMENTS", 0 if kind == "fake" else 2**30)
+    patch(built("mixtral"))
+    config = sized_config("mixtral")
+    width, choices = config.intermediate_size, config.num_experts_per_tok
+    make = type(built("mixtral"))._from_config
+    without, autocast = (
+        trace_profile.trace_model(
+            config, Training(dtype_bytes=2, parameter_bytes=size, layer_kernels=True), make
+        ).layers[1]
+        for size in (2, 4)
+    )
+    product_bytes = 2 * width * choices * 4
+    assert product_bytes < autocast.whole_bytes
+    # Half of all that it saves in the weights' dtype, and what is in that of the products alone.
+    assert autocast.whole_bytes > without.whole_bytes + product_bytes / 2
+    assert autocast.forward_flops == without.forward_flops
+
+
 @pytest.mark.parametrize("kernels", ["auto", "none"])
 def test_layers_save_and_keep_what_the_profile_says(
     kernels: str, patch: Any, monkeypatch: pytest.MonkeyPatch

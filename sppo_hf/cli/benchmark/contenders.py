@@ -38,7 +38,7 @@ LIGER, TILED = "+liger", "+tiled"
 THEIRS = ("plain", CHECKPOINTING, "checkpointing-offload", "trl-offload")
 OURS = ("sppo-none", "sppo-full", "sppo-sppo", "sppo-auto")
 EXTRAS: dict[str, tuple[str, ...]] = {
-    LIGER: (*THEIRS, *OURS),
+    LIGER: (*THEIRS, *OURS, IDEAL),
     # Logits of the whole sequence exhaust the memory of the others first; with the ideal's loss it
     # is their activations, which are what is compared. "plain" with it would be the ideal.
     TILED: (CHECKPOINTING, TODAY, "checkpointing-offload", "trl-offload"),
@@ -56,6 +56,7 @@ DEFAULTS = (
     *(name + TILED for name in EXTRAS[TILED]),
     *OURS,
     IDEAL,
+    IDEAL + LIGER,
 )
 
 # They fail on a CPU, because they pin memory or ask for the accelerator's name.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DEFINITIONS = (
     "Seconds are the median of the measured steps: forward, backward, clipping and the optimizer.",
     "of chkpt: speed over that of the fastest checkpointing contender that trained with the same"
-    f" kernel; of today: over that of {TODAY}; of ideal: over the ideal's.",
+    f" kernel; of today: over that of {TODAY}; of ideal: over the faster ideal's.",
     "Model TFLOPS count what the model needs: causal attention once, no recomputation. MFU divides"
     " them by the device's dense bfloat16 peak.",
     "Peaks are those of the whole training. Device: allocated by tensors, in brackets reserved by"
@@ -63,7 +63,8 @@ def speed_table(rows: Sequence[Row]) -> Table:
     for total_tokens in sorted({row.job.total_tokens for row in rows}):
         at = [row for row in rows if row.job.total_tokens == total_tokens]
         speeds = {row.job.contender: row.numbers.tokens_per_second for row in at if row.trained}
-        others = [*_fastest_checkpointing(speeds), speeds.get(IDEAL)]
+        ideals = [speed for name, speed in speeds.items() if speed and parse(name).base == IDEAL]
+        others = [*_fastest_checkpointing(speeds), max(ideals, default=None)]
         for index, row in enumerate(at):
             cells = _cells(row, others)
             first = f"{total_tokens:,}" if index == 0 else ""

@@ -369,8 +369,11 @@ def groups(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def best_environment(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the environment of the last row that has one; {} if none has."""
-    return next((row.environment for row in reversed(rows) if row.environment), {})
+    """Return the environment of the last row whose process described its machine; {} if none did.
+
+    One that failed before has only its command.
+    """
+    return next((row.environment for row in reversed(rows) if "versions" in row.environment), {})
 
 
 def _read(path: Path) -> list[Row]:

@@ -85,7 +85,7 @@ def choose_kernel(
     Args:
         choice: "auto", a key of `NAMED`, or "sdpa" for each contender's own default.
         device: Device of the model.
-        shape: The model, of which the first layer's heads count.
+        shape: The model, of which the first layer with attention counts.
         dtype: Dtype of queries, keys and values.
         softcap: Whether the model caps its attention logits.
 
@@ -97,8 +97,12 @@ def choose_kernel(
     if choice in NAMED:
         name = NAMED[choice]
         return Kernel(name, attention_backend=name, sdpa=_SDPA[name])
+    # The first layers of hybrids are recurrent.
+    with_heads = next((layer for layer in shape.layers if layer.num_kv_heads), None)
+    if with_heads is None:
+        return Kernel("none", "auto")
     first = AttentionSpec.of_layer(
-        shape.layers[0], device_type=device.type, dtype=dtype, softcap=softcap
+        with_heads, device_type=device.type, dtype=dtype, softcap=softcap
     )
     windows = any(layer.window is not None for layer in shape.layers)
     name = select_backend("auto", replace(first, window=windows)).backend.name
@@ -145,6 +149,9 @@ def make_ideal(model: nn.Module, *, tile_tokens: int) -> nn.Module:
 
 
 _ALPHA_PER_RANK = 2
+
+# The ideal's forward has a loss of its own, and Liger's would take the forward's place.
+_WITHOUT_LOSS = {"fused_linear_cross_entropy": False}
 
 
 def model_config(job: Job) -> Any:
@@ -248,6 +255,7 @@ def make_trainer(
         use_cpu=job.device == "cpu",
         dataloader_pin_memory=job.device != "cpu",
         use_liger_kernel=contender.liger,
+        liger_kernel_config=_WITHOUT_LOSS if contender.liger and contender.tiled else None,
         parallelism_config=plugin,
         seed=job.seed,
         report_to=[],

@@ -16,6 +16,7 @@ def test_names_are_parsed() -> None:
     assert parse("checkpointing+tiled").tiled
     assert parse("checkpointing-default+tiled").tiled
     assert parse("ideal").tiled
+    assert parse("ideal+liger").tiled
     assert not parse("checkpointing").tiled
     assert set(BASES) <= set(DEFAULTS)
 
@@ -23,7 +24,7 @@ def test_names_are_parsed() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("chekpointing", "ideal+liger", "plain+", "plain+apex", "", "sppo"),
+        *("chekpointing", "ideal+tiled", "plain+", "plain+apex", "", "sppo"),
         *("plain+tiled", "sppo-auto+tiled", "checkpointing-default+liger"),
     ],
 )

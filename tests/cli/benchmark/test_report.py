@@ -47,6 +47,9 @@ def test_speeds_have_ratios_to_checkpointing_and_to_the_ideal() -> None:
     assert cells(shown, "ideal")[1:3] == ["~15.2 s", "~4,312"]
     assert "~256 GiB" in shown
     assert "causal attention once, no recomputation" in shown
+    rows.append(speed_row("ideal+liger", 65_536, 14.4))
+    assert cells(text(rows), "sppo-auto")[4] == "0.90", "to the faster of both"
+    assert cells(text(rows), "ideal")[4] == "0.95"
     assert "device 80.0 GiB, host 256 GiB" in shown
 
 

@@ -92,7 +92,9 @@ def test_only_comparable_rows_are_grouped() -> None:
         ["plain"],
     ]
     assert best_environment([nothing_ran]) == {}
-    assert best_environment([rows[-1], nothing_ran])["device_name"] == "Other"
+    failed = dataclasses.replace(nothing_ran, environment={"command": "sppo bench"})
+    assert best_environment([failed]) == {}, "it has not said on which machine it ran"
+    assert best_environment([rows[-1], nothing_ran, failed])["device_name"] == "Other"
 
 
 def test_rows_and_jobs_survive_json() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +100,44 @@ def test_the_long_context_recipe_of_trl_trains_the_same_rows(tmp_path: Path) -> 
         assert type(trainer).__name__ == {"trl-long": "SFTTrainer"}.get(name, "Trainer")
         losses.append(seen[0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("contender", "given"),
+    [
+        ("ideal+liger", {"fused_linear_cross_entropy": False}),
+        ("plain+liger", None),
+        ("ideal", None),
+    ],
+)
+def test_the_ideals_loss_is_not_ligers(
+    contender: str, given: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Liger's loss would put a forward of its own in the place of the ideal's."""
+    job = tiny_job(tmp_path, contender)
+    config = model_config(job)
+    found: list[Any] = []
+
+    def noted(**settings: Any) -> Any:
+        found.append(settings)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(kernels, "Trainer", noted)
+    monkeypatch.setattr(kernels, "Arguments", SimpleNamespace)
+    make_trainer(
+        job,
+        build_model(job, config, KERNEL),
+        KERNEL,
+        model_shape(job, config),
+        contender=parse(contender),
+        plugin=None,
+        num_steps=1,
+        callbacks=[],
+        folder=str(tmp_path / "out"),
+    )
+    (arguments,) = (settings["args"] for settings in found)
+    assert arguments.use_liger_kernel == contender.endswith("+liger")
+    assert arguments.liger_kernel_config == given
 
 
 class TiledMLP(torch.autograd.Function):
@@ -205,6 +244,19 @@ def test_auto_is_the_kernel_of_sppo(
 def test_a_cpu_has_one_kernel() -> None:
     cpu = torch.device("cpu")
     assert choose("auto", cpu) == Kernel("cpu_flash", attention_backend="cpu_flash")
+
+
+def test_the_kernel_is_for_the_first_layer_with_attention() -> None:
+    """Hybrids begin with recurrent layers."""
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    shape = shape_of(load_config("llama-3.1-8b"))
+    recurrent = dataclasses.replace(shape.layers[0], num_heads=0, num_kv_heads=0)
+    hybrid = dataclasses.replace(shape, layers=(recurrent, *shape.layers[1:]))
+    kernel = choose_kernel("auto", cpu, hybrid, dtype, softcap=False)
+    assert kernel == Kernel("cpu_flash", attention_backend="cpu_flash")
+    nowhere = dataclasses.replace(shape, layers=(recurrent,))
+    kernel = choose_kernel("auto", cpu, nowhere, dtype, softcap=False)
+    assert kernel == Kernel("none", attention_backend="auto")
 
 
 def test_scaled_dot_product_attention_is_restricted_for_the_run() -> None:
