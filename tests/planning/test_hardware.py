@@ -286,8 +286,8 @@ def test_shipped_profiles_are_estimates_with_sense_in_them() -> None:
                 rising = all(b >= 0.95 * a for a, b in pairwise(rates))
                 assert rising, "small chunks are slower, but for the noise of a measurement"
         half = profile.matmul_flops["bfloat16"]
-        assert half.at(256) < 0.8 * half.at(8192)
-        assert 0.6 <= backward["bfloat16"].at(8192) / forward["bfloat16"].at(8192) <= 0.9
+        assert half.at(256) < 0.9 * half.at(8192)
+        assert 0.6 <= backward["bfloat16"].at(8192) / forward["bfloat16"].at(8192) < 1
         assert profile.both_d2h_bytes_per_second < profile.d2h_bytes_per_second
 
 
