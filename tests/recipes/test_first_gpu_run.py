@@ -81,7 +81,7 @@ def test_what_fails_or_is_late_stops_nothing_and_is_done_again(run, tmp_path: Pa
     expected = [("256", name) for name in others[:2]]
     expected += [("256", name) for name in (*others, "checkpointing-default")]
     expected += [("512", name) for name in others]
-    assert named == [*expected, *((length, "ideal") for length in lengths)]
+    assert named == [*expected, *((length, "ideal+liger,ideal") for length in lengths)]
     assert "kernels\tfailed (3)" in said, "the report ends with what became of each step"
 
     (tmp_path / "calls.kernels-work").touch()
@@ -214,7 +214,7 @@ def test_it_ends_in_its_time_and_what_it_found_is_kept_outside(run, tmp_path: Pa
 
 
 def test_a_step_that_could_find_nothing_in_what_is_left_is_not_begun(run) -> None:
-    steps = ("tests", "ideal-64K", "steady", "attention", "longest", "quickstart")
+    steps = ("tests", "ideal-64K", "steady", "attention", "far", "longest", "quickstart")
     status, said, calls = run("--seconds", "100", *steps, size="")
     assert status == 1
     assert calls == []
