@@ -3,10 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import (
     BertForSequenceClassification,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
@@ -208,6 +212,70 @@ def test_trainers_on_one_device(tmp_path, name):
         assert ("aux_loss" in other) == ("experts" in name)
         if "aux_loss" in other:
             assert mine["aux_loss"] == pytest.approx(other["aux_loss"], rel=1e-5)
+
+
+def _trained_on_images(
+    folder: str, plugin: SPPOPlugin | None
+) -> tuple[list[dict[str, float]], float]:
+    """Three steps of Gemma 3 on one or two images a row, given as files are: by its processor."""
+    tokenizer = byte_tokenizer()
+    words = {"image": "<image>", "boi": "<start>", "eoi": "<end of image>"}
+    tokenizer.add_special_tokens({"additional_special_tokens": [*words.values()]})
+    for name, word in words.items():
+        setattr(tokenizer, f"{name}_token", word)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(word))
+    model = build_tiny_model("gemma3", dtype=torch.float32)
+    torch.manual_seed(0)  # of the embeddings of new words
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.image_token_id = tokenizer.image_token_id
+    side = model.config.vision_config.image_size
+    processor = Gemma3Processor(
+        Gemma3ImageProcessorPil(size={"height": side, "width": side}),
+        tokenizer,
+        image_seq_length=model.config.mm_tokens_per_image,
+    )
+    drawn = np.random.default_rng(0)
+    rows = [
+        {
+            "images": [
+                Image.fromarray(drawn.integers(0, 255, (2 * side, side, 3), dtype=np.uint8))
+                for _ in range(count)
+            ],
+            "text": "see <start> " * count + "and tell" * index,
+        }
+        for index, count in enumerate([1, 2, 1, 2, 1, 1], start=1)
+    ]
+    args = trl.SFTConfig(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        max_steps=3,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        bf16=False,
+        max_length=None,
+        remove_unused_columns=False,
+        parallelism_config=plugin,
+    )
+    trainer = trl.SFTTrainer(
+        model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=processor
+    )
+    trainer.train()
+    keys = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
+    logs = [{k: log[k] for k in keys} for log in trainer.state.log_history if "loss" in log]
+    return logs, trainer.evaluate(Dataset.from_list(rows))["eval_loss"]
+
+
+def test_images(tmp_path: Path) -> None:
+    plain, plain_loss = _trained_on_images(str(tmp_path), None)
+    plugin = SPPOPlugin(num_chunks=3, offload="full", min_offload_size=1, show_plan=False)
+    ours, loss = _trained_on_images(str(tmp_path), plugin)
+    assert len(plain) == 3
+    for mine, other in zip(ours, plain, strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    assert loss == pytest.approx(plain_loss, rel=1e-5)
 
 
 PIPELINE = {"pp_size": 2, "num_chunks": 2}
