@@ -2,7 +2,7 @@
 
     python recipes/benchmarks/readme_chart.py
 
-Reads `results/h200.jsonl` and `results/h100.jsonl`, rows of `sppo bench`, and writes
+Reads `results/h100.jsonl` and `results/h200.jsonl`, rows of `sppo bench`, and writes
 `results/gpu_speed.svg`; reads `results/cpu_memory.json`, measured by `cpu_memory.py`, and writes
 `results/cpu_memory.svg`.
 """
@@ -30,20 +30,17 @@ OURS, THEIRS = "sppo-auto", "checkpointing+liger"
 def draw_speed(sources: Sequence[Path], target: Path) -> None:
     """Two bars for each length: tokens per second of gradient checkpointing, and ours.
 
-    Rows replace earlier ones of the same length on any device; a length is left out unless both ran
-    on the last one, or ours ran and checkpointing was out of memory.
+    Rows replace earlier ones of the same length and device. Of several devices the last counts on
+    which both ran, or ours ran and checkpointing was out of memory.
     """
-    found: dict[int, dict[str, dict[str, Any]]] = {}
+    ran: dict[tuple[int, str], dict[str, dict[str, Any]]] = {}
     for line in "".join(source.read_text(encoding="utf-8") for source in sources).splitlines():
         row = json.loads(line)
-        job, tokens = row["job"], row["job"]["total_tokens"]
-        if job["model"] != MODEL or row["status"] == "failed":
-            continue
-        rows = found.setdefault(tokens, {})
-        if any(_device(row) != _device(other) for other in rows.values()):
-            rows.clear()
-        rows[job["contender"]] = row
-    found = {tokens: rows for tokens, rows in sorted(found.items()) if {OURS, THEIRS} <= {*rows}}
+        if row["kind"] == "speed" and row["job"]["model"] == MODEL and row["status"] != "failed":
+            place = row["job"]["total_tokens"], _device(row)
+            ran.setdefault(place, {})[row["job"]["contender"]] = row
+    found = {tokens: rows for (tokens, _), rows in ran.items() if {OURS, THEIRS} <= {*rows}}
+    found = dict(sorted(found.items()))
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.5, 0.55 + 0.62 * len(found)), layout="constrained")
         for place, rows in enumerate(found.values()):
@@ -100,5 +97,5 @@ def _plain(axes: plt.Axes) -> None:
 
 
 if __name__ == "__main__":
-    draw_speed([RESULTS / "h200.jsonl", RESULTS / "h100.jsonl"], RESULTS / "gpu_speed.svg")
+    draw_speed([RESULTS / "h100.jsonl", RESULTS / "h200.jsonl"], RESULTS / "gpu_speed.svg")
     draw_memory(RESULTS / "cpu_memory.json", RESULTS / "cpu_memory.svg")
