@@ -209,8 +209,7 @@ def request_for(
 
 def _has_layer_kernels(config: SPPOConfig, profile: HardwareProfile) -> bool:
     """Whether a run of these settings on that machine is known to have Liger's kernels."""
-    one_device = config.pp_size == config.sp_size == 1
-    allowed = config.layer_kernels == "auto" and not config.compile and one_device
+    allowed = config.layer_kernels == "auto" and not config.compile
     return allowed and profile.layer_kernels is True
 
 

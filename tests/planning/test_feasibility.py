@@ -410,6 +410,7 @@ def test_a_straight_line_takes_few_tries() -> None:
     ("known", "settings", "counted"),
     [
         (True, {}, True),
+        (True, {"pp_size": 2, "sp_size": 2}, True),
         (True, {"layer_kernels": "none"}, False),
         (True, {"compile": True}, False),
         (False, {}, False),
