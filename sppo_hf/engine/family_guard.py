@@ -12,6 +12,7 @@ import contextlib
 import copy
 import importlib
 import json
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -214,7 +215,9 @@ def _try_tiny_model(
     if result.status == "exact":
         return ""
     if result.status == "refused":
-        return result.reason.rstrip(".")
+        # What it begins and ends with the refusal of the model itself says.
+        reason = re.sub(r"^\S+ cannot (be trained|run) chunk by chunk: ", "", result.reason)
+        return reason.removesuffix(" Train it without sppo_hf.").rstrip(".")
     worst = result.worst_parameters[0][0] if result.worst_parameters else "the loss"
     return (
         f"a tiny random {parts.model_type} model was not exact when it was tried just now (error "

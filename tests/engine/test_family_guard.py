@@ -154,6 +154,15 @@ def test_a_family_that_ignores_its_states_is_refused(monkeypatch):
         convert(build_tiny_model("jamba"), SPPOConfig(chunk_lengths=(8, 15), show_plan=False))
 
 
+def test_a_refusal_of_the_tiny_model_is_said_once():
+    """It is a whole sentence about the same class, with a remedy of its own."""
+    with pytest.raises(UnsupportedModelError) as refused:
+        convert(build_tiny_model("paligemma"), QUIET)
+    said = str(refused.value)
+    assert "GemmaAttention is not causal by itself" in said
+    assert said.count("chunk by chunk") == said.count("Train it without sppo_hf") == 1
+
+
 def test_a_family_without_a_tiny_model_gives_a_warning(monkeypatch):
     monkeypatch.setattr(guard, "_state", guard.threading.local())
     monkeypatch.setattr("sppo_hf.testing.check.model_from_config", _cannot)
