@@ -42,6 +42,7 @@ from sppo_hf.schedule.generate import (
     forwards_before_backward,
     generate,
     is_interleaved,
+    splits_backward,
 )
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import period_seconds
@@ -692,7 +693,7 @@ def _num_actions(layout: Layout, rows: int) -> int:
     stages, chunks = layout.stages * layout.virtual, layout.num_chunks
     if layout.order == "by_layer":
         return _BY_LAYER_ACTIONS
-    computes = 3 if layout.schedule == "zb_seq1f1b" else 2
+    computes = 3 if splits_backward(layout.schedule) else 2
     copies = 0 if layout.offload == "none" else 2
     copies *= 2 if TIERS[layout.activation_tier].behind_host else 1
     copies += 0 if layout.kv_tier == "device" else 4

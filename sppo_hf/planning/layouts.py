@@ -37,6 +37,7 @@ from sppo_hf.schedule.generate import (
     Size,
     forwards_before_backward,
     is_interleaved,
+    splits_backward,
 )
 
 PartitionMode = Literal["even", "flops", "bounded"]
@@ -264,7 +265,7 @@ def bounds_of(
 # Sums of the same seconds in another order differ by rounding; bounds are lowered by this share.
 _ROUNDING = 1.0 - 1e-10
 
-# The schedule whose weight gradients come later than the input gradients that other ranks wait for.
+# The schedule of which it is known how much later than input gradients weight gradients come.
 _SPLIT_BACKWARD = "zb_seq1f1b"
 
 # Saved activations of so many chunks may still be on their way to the host when backward begins.
@@ -399,6 +400,9 @@ class LowerBounds:
             weight = (counts @ work.weight)[:ranks]
             back = back - weight[:, 0]
             late = np.arange(1, ranks + 1) * weight.max(axis=1) - weight[0, 0]
+        elif splits_backward(layout.schedule):
+            # A rank may compute weight gradients while others drain.
+            back = np.zeros(ranks)
         drain = np.cumsum(back) - back - late
         return per_row, np.cumsum(ahead) - ahead + np.maximum(drain, 0.0)
 
