@@ -251,9 +251,9 @@ def test_a_search_knows_how_many_actions_it_will_simulate(stages: int, kv_tier: 
                 assert len(timeline) == found, layout
 
 
-@pytest.mark.parametrize("chunks", [4, 8])
+@pytest.mark.parametrize(("tokens", "rows"), [(4096, 1), (16_384, 4)])
 def test_a_split_backward_of_the_users_own_is_known_to_be_split(
-    chunks: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All weight gradients come last, so that no rank waits for them."""
 
@@ -265,10 +265,11 @@ def test_a_split_backward_of_the_users_own_is_known_to_be_split(
         return Schedule(ranks, made.chunks)
 
     monkeypatch.setitem(SCHEDULES, "mine", mine)
-    layout = Layout("mine", 4, 1, 1, chunks, "flops", "whole", "none")
-    *_, timeline = _simulate_rows(QUESTION, layout, QUESTION.rows)
-    assert _num_actions(layout, QUESTION.rows) == len(timeline)
-    assert QUESTION.min_step_seconds(layout) <= timeline.end_seconds
+    layout = Layout("mine", 4, 1, 1, 4, "even", "whole", "none")
+    question = replace(QUESTION, total_tokens=tokens, rows=rows, link_bytes_per_second=math.inf)
+    *_, timeline = _simulate_rows(question, layout, rows)
+    assert _num_actions(layout, rows) == len(timeline)
+    assert question.min_step_seconds(layout) <= timeline.end_seconds
 
 
 def test_a_schedule_that_is_not_made_for_few_chunks_may_be_split(
