@@ -22,6 +22,11 @@ TRAININGS = {(2, 2): (*PLAIN, *AUTOCAST), (4, 4): PLAIN, (2, 4): (None, *AUTOCAS
 """Trainings by (bytes of an element in matmuls, bytes of a weight): bf16, float32, autocast."""
 WITH_KERNELS = ((2, 2), (2, 4))
 """Those that are shipped with Liger's kernels too."""
+GATHERED = tuple(
+    Training(dtype_bytes=2, parameter_bytes=2, lora=LoraShape(rank=rank, dtype_bytes=2))
+    for rank in (8, 16)
+)
+"""Adapters as FSDP2 gathers them, under which layers have no kernels."""
 
 
 def main() -> None:
@@ -35,7 +40,7 @@ def main() -> None:
             for kernels in (False, True)[: 1 + ((size, wide) in WITH_KERNELS)]
             for lora in adapters
         ]
-        profiles = tuple(trace_config(config, training) for training in trainings)
+        profiles = tuple(trace_config(config, one) for one in (*trainings, *GATHERED))
         text = profiles_to_json(config_digest(config), profiles)
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
 

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from difflib import SequenceMatcher
@@ -32,7 +32,7 @@ from sppo_hf.planning.config_file import (
     shipped_models,
     text_config,
 )
-from sppo_hf.planning.feasibility import request_for
+from sppo_hf.planning.feasibility import DTYPE_BYTES, CastBy, request_for
 from sppo_hf.planning.hardware import HardwareProfile, load_profile
 from sppo_hf.planning.model_profile import ModelProfile, Training
 from sppo_hf.planning.plan import PlanRequest
@@ -217,11 +217,12 @@ class PlanningArguments:
         lora += ", rows with images" if self.images else ""
         return name + lora + ("" if self.dtype == "bfloat16" else f", {self.dtype}")
 
-    def plan_request(self, *, devices_of_host: int = 1) -> PlanRequest:
+    def plan_request(self, *, devices_of_host: int = 1, cast_by: CastBy = "nothing") -> PlanRequest:
         """Read the model's configuration and the hardware profile, and check every value.
 
         Args:
             devices_of_host: Devices that share the host memory, for what is assumed of it.
+            cast_by: What casts float32 adapters.
 
         Raises:
             ConfigError: A value is refused, or a file is missing or damaged.
@@ -238,6 +239,7 @@ class PlanningArguments:
             images=self.images,
             dtype_name=self.dtype,
             lora_rank=self.lora,
+            cast_by=cast_by,
             trace=trace_unknown_model,
         )
 
@@ -358,6 +360,34 @@ def check_figure(figure: Path | None) -> None:
 def is_quantized(config: object) -> bool:
     """Whether a checkpoint's weights are quantized (to 4 bits, say), which no plan here counts."""
     return any(getattr(c, "quantization_config", None) for c in (config, text_config(config)))
+
+
+def fsdp2_refusal(config: object) -> str:
+    """Why FSDP2 is not planned for a checkpoint, as a sentence; "" where it is.
+
+    Of bitsandbytes' weights Accelerate leaves integers whole on every device; other methods were
+    not tried. MXFP4 is not trained, but loaded as 16 bits.
+    """
+    fields = [_quantization(c) for c in (config, text_config(config))]
+    found = next(filter(None, fields), None)
+    if found is None or found.get("quant_method") == "mxfp4":
+        return ""
+    storage = str(found.get("bnb_4bit_quant_storage")).removeprefix("torch.")
+    if found.get("load_in_4bit") and storage in DTYPE_BYTES:
+        return ""
+    return (
+        "FSDP2 was left out: this checkpoint's weights are quantized, and of such weights only "
+        "bitsandbytes' 4 bits in a floating dtype (bnb_4bit_quant_storage: bfloat16) are known to "
+        "be sharded."
+    )
+
+
+def _quantization(config: object) -> Mapping[str, Any] | None:
+    """Settings of a configuration's quantized weights, if it has any."""
+    found: Any = getattr(config, "quantization_config", None)
+    if found is None or isinstance(found, Mapping):
+        return found
+    return vars(found)
 
 
 def read_model(model: str) -> object:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from packaging.version import Version
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -34,7 +36,7 @@ from sppo_hf.planning.feasibility import (
     timeline_of,
 )
 from sppo_hf.planning.hardware import UNKNOWN_LINK
-from sppo_hf.planning.layouts import SearchSpace
+from sppo_hf.planning.layouts import FSDP2_TORCH, SearchSpace
 from sppo_hf.planning.pipeline_cost import PipelineCost
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan, planned_for
 from sppo_hf.planning.tiers import HOST, TIERS, allowed_behind_host, offload_tiers
@@ -64,6 +66,7 @@ FSDP2_SETTINGS = {
 }
 """Accelerate's settings of a run with FSDP2, here and in recipes/configs."""
 
+_TORCH_OF_FSDP2 = f"PyTorch {'.'.join(map(str, FSDP2_TORCH))} or newer"
 _ACCELERATE_FILE, _SPPO_FILE = "accelerate.yaml", "sppo.yaml"
 _COLUMNS = (
     *("layout", "dp/pp/sp", "chunks", "recompute", "K/V", "tokens/s", "step", "idle"),
@@ -184,12 +187,14 @@ def _plan_over_devices(arguments: PlanArguments, as_json: bool) -> bool:
         if as_json:
             actions = actions_of_layout(request, single, launch, best)
     if as_json:
-        _print_json({**_cluster_to_dict(answer), "actions": actions}, launch, folder)
+        answered = {**_cluster_to_dict(answer), "fsdp2_refusal": request.fsdp2_refusal or None}
+        _print_json({**answered, "actions": actions}, launch, folder)
     else:
         sharing = arguments.devices_of_host
         single = arguments.plan_request(devices_of_host=sharing)
         note = arguments.hardware_note(single, devices_of_host=sharing)
-        table = _cluster_table(answer, f"{arguments.title} on {arguments.gpus} devices")
+        title = f"{arguments.title} on {arguments.gpus} devices"
+        table = _cluster_table(answer, title, request.fsdp2_refusal)
         _print(table, note, launch, folder)
     return bool(answer.best)
 
@@ -255,7 +260,8 @@ def _cluster_request(arguments: PlanArguments) -> ClusterRequest:
             "simulate` about one layout."
         )
     devices_of_host = arguments.devices_of_host
-    request = arguments.plan_request(devices_of_host=devices_of_host)
+    # As the run is launched (`Launch`): in mixed precision, which is autocast without FSDP2.
+    request = arguments.plan_request(devices_of_host=devices_of_host, cast_by="autocast")
     profile = request.device.profile
     assert profile is not None, "a request from the command line has a profile"
     link_rate = profile.network_bytes_per_second or UNKNOWN_LINK
@@ -265,8 +271,12 @@ def _cluster_request(arguments: PlanArguments) -> ClusterRequest:
         profile = tier.of_one_device(profile, devices_of_host)
     behind = allowed_behind_host(request.config, profile.kind)
     cost = ModelCost(shape=request.shape, profile=profile, dtype_name=request.dtype_name)
+    refusal = common.fsdp2_refusal(common.read_model(arguments.model))
+    gathered = request.shape if refusal else arguments.plan_request(cast_by="fsdp2").shape
     return ClusterRequest(
         cost=cost,
+        sharded_cost=replace(cost, shape=gathered),
+        fsdp2_refusal=refusal,
         total_tokens=request.total_tokens,
         rows=request.batch_rows,
         gpus=gpus,
@@ -293,7 +303,7 @@ def _cluster_to_dict(answer: ClusterResult) -> dict[str, Any]:
     }
 
 
-def _cluster_table(answer: ClusterResult, title: str) -> Group:
+def _cluster_table(answer: ClusterResult, title: str, fsdp2_refusal: str) -> Group:
     """Lay out the best layouts, or the one that comes closest to fitting."""
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for name in _COLUMNS:
@@ -313,9 +323,10 @@ def _cluster_table(answer: ClusterResult, title: str) -> Group:
         caption += f" Last row, to compare: FSDP2 {what}."
     if compared is not None or any(plan.layout.sharded for plan in rows):
         caption += (
-            " FSDP2: weights, gradients and optimizer are sharded over all GPUs (PyTorch 2.13 or "
-            "newer)."
+            " FSDP2: weights, gradients and optimizer are sharded over all GPUs "
+            f"({_TORCH_OF_FSDP2}{_older_torch()})."
         )
+    caption += f" {fsdp2_refusal}" * bool(fsdp2_refusal)
     if any(plan.layout.virtual > 1 for plan in rows):
         caption += " interleaved N: interleaved_seq1f1b with N stages on each rank."
     if any(plan.layout.schedule == MSP for plan in rows):
@@ -336,6 +347,16 @@ def _cluster_table(answer: ClusterResult, title: str) -> Group:
     return Group(Text(title, style="bold"), table, Text(caption))
 
 
+def _older_torch() -> str:
+    """Text that names the PyTorch of this machine where it is too old for FSDP2."""
+    try:
+        installed = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+    old = Version(installed).release < FSDP2_TORCH
+    return f"; {installed} is installed here" if old else ""
+
+
 def _plan_to_dict(plan: ClusterPlan) -> dict[str, Any]:
     return {
         **plan.layout.to_json(),
@@ -350,6 +371,7 @@ def _plan_to_dict(plan: ClusterPlan) -> dict[str, Any]:
         "disk_bytes": plan.disk_bytes,
         "missing_bytes": plan.missing_bytes,
         "why": plan.reason,
+        "needs": _TORCH_OF_FSDP2 if plan.layout.sharded else None,
     }
 
 
@@ -471,7 +493,8 @@ class Launch:
                 "rdzv_backend": "static",
                 "same_network": True,
             }
-        head = f"# {self.title}. Start{' on each machine' if self.machines > 1 else ''}:\n"
+        needs = f" Needs {_TORCH_OF_FSDP2}." if self.sharded else ""
+        head = f"# {self.title}.{needs} Start{' on each machine' if self.machines > 1 else ''}:\n"
         return head + f"# {self.command(folder)}\n" + to_yaml(settings)
 
     def _sppo_yaml(self) -> str:

@@ -226,7 +226,7 @@ def model_shape(parts: ModelParts, device: torch.device | None = None) -> ModelS
     head_width = parts.head_width() if parts.is_classifier else None
     shape = replace(shape, cpu_threads=torch.get_num_threads(), head_width=head_width)
     # Sharded parameters tell of the elements of all ranks.
-    return shape.with_shards(parts.num_shards())
+    return shape.with_shards(parts.num_shards(), whole_bytes=parts.whole_bytes())
 
 
 def whole_shape(parts: ModelParts) -> ModelShape:
@@ -296,6 +296,7 @@ def _failed_module(error: Exception) -> str:
 def _find_lora(parts: ModelParts, device: torch.device) -> LoraShape | None:
     """Find trained LoRA adapters of the decoder layers, by PEFT's attributes."""
     targets: set[str] = set()
+    gathered = parts.gathered_dtype()
     rank = dtype_bytes = 0
     dropout = 0.0
     for layer in parts.layers:
@@ -309,7 +310,7 @@ def _find_lora(parts: ModelParts, device: torch.device) -> LoraShape | None:
                     continue
                 targets.add(name.rpartition(".")[2])
                 rank = max(rank, weight.shape[0])
-                dtype_bytes = max(dtype_bytes, weight.element_size())
+                dtype_bytes = max(dtype_bytes, (gathered or weight.dtype).itemsize)
                 dropout = max(dropout, _dropout_rate(module, adapter))
     if not targets:
         return None
@@ -317,7 +318,8 @@ def _find_lora(parts: ModelParts, device: torch.device) -> LoraShape | None:
         rank=rank,
         targets=tuple(sorted(targets)),
         dtype_bytes=dtype_bytes,
-        autocast=_is_autocast(parts, device),
+        # What is gathered in the dtype of compute is not cast.
+        autocast=gathered is None and _is_autocast(parts, device),
         dropout=dropout,
     )
 

@@ -328,6 +328,16 @@ class ModelParts:
         # Of two axes the first replicates.
         return 1 if mesh is None else mesh.size(mesh.ndim - 1)
 
+    def whole_bytes(self) -> int:
+        """Bytes of parameters that every rank has whole although FSDP2 shards the model.
+
+        Accelerate leaves out bitsandbytes' 4-bit weights unless `bnb_4bit_quant_storage` is a
+        floating dtype.
+        """
+        if self.num_shards() == 1:
+            return 0
+        return sum(p.nbytes for p in self.causal_lm.parameters() if not hasattr(p, "device_mesh"))
+
     def gathered_dtype(self) -> torch.dtype | None:
         """Dtype in which FSDP2 gathers weights; None where it is their own, or nothing is sharded.
 

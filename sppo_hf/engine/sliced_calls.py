@@ -270,7 +270,7 @@ class SlicedCall:
             CannotRunByLayer: It contains other tensors besides hidden states.
         """
         hidden, *others = output if isinstance(output, tuple) else (output,)
-        if any(isinstance(leaf, Tensor) for leaf in tree_flatten(others)[0]):
+        if returns_more(output):
             raise CannotRunByLayer(f"{self._where} returns more than hidden states")
         if not isinstance(hidden, Tensor) or hidden.shape != self._hidden_shape:
             raise CannotRunByLayer(
@@ -283,6 +283,12 @@ class SlicedCall:
         """Return the module's output over all tokens."""
         hidden = self._join.close()
         return hidden if self._others is None else (hidden, *self._others)
+
+
+def returns_more(output: Any) -> bool:
+    """Whether a layer's output contains other tensors besides hidden states."""
+    others = output[1:] if isinstance(output, tuple) else ()
+    return any(isinstance(leaf, Tensor) for leaf in tree_flatten(others)[0])
 
 
 _UNCLEAR = -1

@@ -86,6 +86,7 @@ from sppo_hf.engine.sliced_calls import (
     is_searched,
     is_worth_tiles,
     layer_calls,
+    returns_more,
 )
 from sppo_hf.engine.stage_messages import SHARED_KV, MessageLayout
 from sppo_hf.errors import ConfigError, SPPOError, first_line
@@ -481,6 +482,7 @@ def _trace_layer(
             graph_nodes=round(few - nodes_per_token * lengths[0]),
             graph_nodes_per_1024=round(1024 * nodes_per_token),
             scans=any(kind == "recurrent" for kind, *_ in runs[1].states),
+            returns_more=runs[1].returns_more,
             **per_token,
             largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
             input_gradient_flops=backward - per_token["weight_gradient_flops"],
@@ -621,6 +623,7 @@ class _LayerRun:
         self._attending_child: str | None = None
         self._router_logits: list[Tensor] = []
         self._out = self.hidden
+        self.returns_more = False
         self.largest_bytes = self.hidden.nbytes
 
     def _leaf(self, name: str, value: Any) -> Any:
@@ -808,6 +811,7 @@ class _LayerRun:
             self._counter.counting(),
         ):
             out = self._layer.forward(*self._args, **self._kwargs)
+        self.returns_more = returns_more(out)
         return out[0] if isinstance(out, tuple) else out
 
     def close(self) -> None:

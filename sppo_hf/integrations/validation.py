@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError
+from sppo_hf.planning.layouts import FSDP2_TORCH
 from sppo_hf.rules import count, show
 
 if TYPE_CHECKING:
@@ -37,12 +38,6 @@ _TRL_TRAINERS_ON_SHARED_BATCHES = ("SFT", "DPO", "KTO")
 
 _TRL_TRAINERS_OF_CLASSIFIERS = ("Reward",)
 """Trainers of TRL whose models are not cut into stages, but may share sequences."""
-
-FSDP2_TORCH = (2, 13)
-"""Oldest PyTorch whose FSDP2 calls modules of one unit a different number of times.
-
-Accelerate shards the final norm and the head as one unit, and the head runs once for each tile of
-the loss. Earlier versions reshard the unit in the middle of backward."""
 
 COMPILE_REMEDY = "SPPOPlugin(compile=True) compiles what holds no attention"
 """Advice to users who want torch.compile."""

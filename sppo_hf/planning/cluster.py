@@ -42,6 +42,7 @@ from sppo_hf.schedule.generate import (
     forwards_before_backward,
     generate,
     is_interleaved,
+    splits_backward,
 )
 from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import period_seconds
@@ -88,12 +89,24 @@ class ClusterRequest:
     """Whether ranks of a pipeline can share units of this model (`count_head_blocks`), where its
     heads can be divided among them."""
 
+    sharded_cost: ModelCost | None = None
+    """Costs of the layers that FSDP2 gathers, before it shards them; None where they are those of
+    `cost`."""
+
+    fsdp2_refusal: str = ""
+    """Why no layout has FSDP2, as a sentence; "" where some may."""
+
     @cached_property
     def bounds_of_layout(self) -> LowerBounds:
         """Lower bounds on what each layout takes."""
         fastest_rate = max(self._within_node, self.link_bytes_per_second)
         return LowerBounds(
-            self.cost, self.total_tokens, self.rows, self.group_bytes_per_second, fastest_rate
+            self.cost,
+            self.total_tokens,
+            self.rows,
+            self.group_bytes_per_second,
+            fastest_rate,
+            self.sharded_cost,
         )
 
     def min_step_seconds(self, layout: Layout) -> float:
@@ -135,6 +148,8 @@ class ClusterRequest:
         No sequence-parallel groups share units, and no classifier is cut into stages.
         """
         shape = self.cost.shape
+        if layout.sharded and self.fsdp2_refusal:
+            return False
         if layout.stages > 1 and shape.head_width is not None:
             return False
         if layout.order == "by_layer" and layout.kv_tier != "device":
@@ -487,7 +502,18 @@ def layouts(request: ClusterRequest, *, across: bool = False) -> Iterator[Layout
         num_layers=request.cost.shape.num_layers,
         sp=[sp for sp in request.sequence_parallel if request.crosses_nodes(sp) == across],
     )
+    if request.cost.shape.by_layer_refusal is not None and not space.beyond_runtime:
+        found = _by_chunk(found)
     return (layout for layout in found if space.beyond_runtime or request.can_run(layout))
+
+
+def _by_chunk(found: Iterable[Layout]) -> Iterator[Layout]:
+    """Yields the layouts of a model that cannot go layer by layer; FSDP2's then go by chunk."""
+    for layout in found:
+        if layout.sharded:
+            yield layout._replace(order="by_chunk")
+        elif layout.order == "by_chunk":
+            yield layout
 
 
 def simulate_layout(request: ClusterRequest, layout: Layout) -> ClusterPlan:
@@ -692,7 +718,7 @@ def _num_actions(layout: Layout, rows: int) -> int:
     stages, chunks = layout.stages * layout.virtual, layout.num_chunks
     if layout.order == "by_layer":
         return _BY_LAYER_ACTIONS
-    computes = 3 if layout.schedule == "zb_seq1f1b" else 2
+    computes = 3 if splits_backward(layout.schedule) else 2
     copies = 0 if layout.offload == "none" else 2
     copies *= 2 if TIERS[layout.activation_tier].behind_host else 1
     copies += 0 if layout.kv_tier == "device" else 4

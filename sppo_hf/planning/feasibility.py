@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, product, zip_longest
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
@@ -45,12 +45,12 @@ from sppo_hf.planning.config_file import (
     text_config,
 )
 from sppo_hf.planning.cost import ModelCost
-from sppo_hf.planning.decisions import Decisions
+from sppo_hf.planning.decisions import Decisions, Order
 from sppo_hf.planning.hardware import HardwareProfile
 from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.machine import host_reserve_bytes
 from sppo_hf.planning.memory import Budgets, MemoryEstimate
-from sppo_hf.planning.model_profile import LoraShape, Tracer, Training, find_profile
+from sppo_hf.planning.model_profile import FLOAT32_BYTES, LoraShape, Tracer, Training, find_profile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.plan import Plan, PlanRequest, make_plan
 from sppo_hf.planning.solve import (
@@ -83,6 +83,10 @@ _LONGEST_TOKENS = 2**27
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Supported dtypes, and the bytes of one element."""
+
+CastBy = Literal["nothing", "autocast", "fsdp2"]
+"""What casts float32 adapters to a 16-bit model's dtype: autocast their products; FSDP2, under
+which layers have no kernels of Liger's either, gathers them in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,7 @@ def request_for(
     images: bool = False,
     dtype_name: str = "bfloat16",
     lora_rank: int | None = None,
+    cast_by: CastBy = "nothing",
     trace: Tracer,
 ) -> PlanRequest:
     """Builds a request.
@@ -158,7 +163,7 @@ def request_for(
     `offload_dir` gives the machine a disk. `profile` has its speeds, and its capacities where
     `config` names no budget. With `images`, rows have some (or sound), whose encoders run outside
     of the plan. `dtype_name` is one of `DTYPE_BYTES`, and `lora_rank` that of float32 adapters on
-    all linear layers. `trace` makes the model's profile if it is not known.
+    all linear layers, which `cast_by` casts. `trace` makes the model's profile if it is not known.
 
     Raises:
         UnsupportedModelError: the engine refuses this family.
@@ -172,11 +177,16 @@ def request_for(
         )
     size = DTYPE_BYTES[dtype_name]
     lora = None if lora_rank is None else LoraShape(rank=lora_rank)
+    sharded, narrow = cast_by == "fsdp2", size < FLOAT32_BYTES
+    if lora is not None and sharded:
+        lora = replace(lora, dtype_bytes=size)
+    elif lora is not None:
+        lora = replace(lora, autocast=narrow and cast_by == "autocast")
     training = Training(
         dtype_bytes=size,
         parameter_bytes=size,
         lora=lora,
-        layer_kernels=_has_layer_kernels(config, profile),
+        layer_kernels=not sharded and _has_layer_kernels(config, profile),
     )
     shape = ModelShape.from_profile(find_profile(model_config, training, trace))
     outputs = classifier_outputs(model_config)
@@ -204,6 +214,7 @@ def request_for(
         batch_rows=batch_rows,
         accumulates=accumulates,
         dtype_name=dtype_name,
+        by_layer_refusal=shape.by_layer_refusal,
     )
 
 
@@ -278,7 +289,7 @@ def _placements(request: PlanRequest) -> list[PlanRequest]:
         request.config,
         request.device,
         adapters=request.shape.lora is not None,
-        by_layer="by_layer" in read_orders(request.config),
+        by_layer="by_layer" in _orders(request),
     )
     return [request.with_placement(one) for one in places]
 
@@ -473,7 +484,7 @@ def _bases(
     choices = _choices(request)
     # A policy that offloads some activations divides chunks, and does not choose a tier for K/V.
     chooses = config.offload_is_partial
-    orders = read_orders(config)
+    orders = _orders(request)
     cuts = islice(_cuts(request, cost, total_tokens), most_cuts)
     # The tile size of layers is left open if the settings do so.
     batch = replace(plan, layer_tile_tokens=0) if config.layer_tile_tokens == "auto" else plan
@@ -487,6 +498,11 @@ def _bases(
     for base in bases:
         for kv_mode in kv_modes_of(cost.shape, base, choices)[: 1 if chooses else None]:
             yield with_kv(base, kv_mode, cost.shape, plan.budgets, kind)
+
+
+def _orders(request: PlanRequest) -> tuple[Order, ...]:
+    by_layer = request.by_layer_refusal is None
+    return read_orders(request.config, by_layer=by_layer, sharded=request.sharded)
 
 
 def _min_memory_plan(

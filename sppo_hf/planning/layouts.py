@@ -37,11 +37,19 @@ from sppo_hf.schedule.generate import (
     Size,
     forwards_before_backward,
     is_interleaved,
+    splits_backward,
 )
 
 PartitionMode = Literal["even", "flops", "bounded"]
 """How a sequence is cut: equal lengths; equal FLOPs; equal FLOPs, but no chunk much longer or
 shorter than the mean, so that saved activations are of similar size."""
+
+
+FSDP2_TORCH = (2, 13)
+"""Oldest PyTorch whose FSDP2 calls modules of one unit a different number of times.
+
+Accelerate shards the final norm and the head as one unit, and the head runs once for each tile of
+the loss. Earlier versions reshard the unit in the middle of backward."""
 
 
 class Layout(NamedTuple):
@@ -264,7 +272,7 @@ def bounds_of(
 # Sums of the same seconds in another order differ by rounding; bounds are lowered by this share.
 _ROUNDING = 1.0 - 1e-10
 
-# The schedule whose weight gradients come later than the input gradients that other ranks wait for.
+# The schedule of which it is known how much later than input gradients weight gradients come.
 _SPLIT_BACKWARD = "zb_seq1f1b"
 
 # Saved activations of so many chunks may still be on their way to the host when backward begins.
@@ -320,13 +328,15 @@ class LowerBounds:
         rows: int,
         group_bytes_per_second: Callable[[int], float],
         fastest_bytes_per_second: float,
+        sharded_cost: ModelCost | None = None,
     ) -> None:
         """Take what all layouts have in common, as `cluster.ClusterRequest` has it.
 
-        Rates are between the devices of a sequence-parallel group of a size, and between the two
+        `sharded_cost` is `cost` with the layers that FSDP2 gathers, where they differ. Rates are
+        between the devices of a sequence-parallel group of a size, and between the two
         devices that are nearest to each other.
         """
-        self._cost = cost
+        self._cost, self._sharded_cost = cost, sharded_cost or cost
         self._group_bytes_per_second = group_bytes_per_second
         self._fastest_bytes_per_second = fastest_bytes_per_second
         self._tokens = total_tokens
@@ -343,7 +353,7 @@ class LowerBounds:
         """Returns the costs of one device of a layout."""
         cost, rate = self._cost, self._group_bytes_per_second
         if layout.sharded:
-            cost = cost.with_shards(layout.shards, rate(layout.shards))
+            cost = self._sharded_cost.with_shards(layout.shards, rate(layout.shards))
         if layout.sp > 1:
             cost = cost.with_sequence_parallel(layout.sp, rate(layout.sp))
         return cost
@@ -399,6 +409,9 @@ class LowerBounds:
             weight = (counts @ work.weight)[:ranks]
             back = back - weight[:, 0]
             late = np.arange(1, ranks + 1) * weight.max(axis=1) - weight[0, 0]
+        elif splits_backward(layout.schedule):
+            # A rank may compute weight gradients while others drain.
+            back = np.zeros(ranks)
         drain = np.cumsum(back) - back - late
         return per_row, np.cumsum(ahead) - ahead + np.maximum(drain, 0.0)
 
@@ -522,9 +535,9 @@ class LowerBounds:
     @_once(*_STAGES)
     def _layer_counts(self, layout: Layout) -> NDArray[np.int64]:
         """[stages, kinds] How many layers of each kind a stage has."""
-        kinds = np.array(self._cost.shape.layer_kinds)
+        kinds = np.array(self.cost(layout).shape.layer_kinds)
         held = [kinds[layers.start : layers.stop] for layers in self.stages(layout)]
-        return np.array([[(those == kind).sum() for kind in self._kinds] for those in held])
+        return np.array([[(those == kind).sum() for kind in np.unique(kinds)] for those in held])
 
     def _later_rows_chunks(self, layout: Layout, rank: int) -> list[int]:
         """Chunks of later rows that a rank has begun when its first backward begins.
@@ -592,7 +605,7 @@ class LowerBounds:
         # Seconds of an average layer. The head's count, as they let the last stage offload more.
         cost = self.cost(layout)
         work = cost.unit_seconds(bounds)
-        counts = np.bincount(np.searchsorted(self._kinds, cost.shape.layer_kinds))
+        _, counts = np.unique(cost.shape.layer_kinds, return_counts=True)
         seconds = (counts @ work.forward + work.head).sum() / cost.shape.num_layers
         copied = float(seconds) / cost.d2h_seconds(1.0, both=True)
         sizes, _, _ = self._layer_bytes(layout)

@@ -778,24 +778,26 @@ class ActionQueues(NamedTuple):
 class _Queue:
     """Bytes that are held until an action ends, oldest first.
 
-    At most `limit_bytes` of them, or with None only the entry added last.
+    At most `limit_bytes` of them, or with None only what was added since the last `settle`: a
+    unit's activations and its K/V, for one (`sppo_hf.offload.engine.PendingCopies`).
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
         self._entries = deque[tuple[int, int]]()
-        self._num_bytes = 0
+        self._num_bytes = self._num_new = 0
 
     def add(self, action: int, num_bytes: int) -> None:
         self._entries.append((action, num_bytes))
         self._num_bytes += num_bytes
+        self._num_new += 1
 
     def settle(self, new_bytes: int = 0) -> list[int]:
         """Returns what to wait for so that `new_bytes` more fit, oldest first."""
         ended: list[int] = []
-        limit = self._limit_bytes
+        limit, newest, self._num_new = self._limit_bytes, self._num_new, 0
         while self._entries and (
-            len(self._entries) > 1 if limit is None else self._num_bytes + new_bytes > limit
+            len(self._entries) > newest if limit is None else self._num_bytes + new_bytes > limit
         ):
             action, num_bytes = self._entries.popleft()
             self._num_bytes -= num_bytes

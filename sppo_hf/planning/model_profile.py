@@ -38,7 +38,7 @@ THIN = 8
 
 Thin matmuls are recomputed; their outputs are not saved."""
 
-_FORMAT = 7
+_FORMAT = 8
 
 _TRACED_WITHIN_SECONDS = 60.0
 """Seconds to wait for another process that traces the same model before tracing it here too."""
@@ -180,6 +180,9 @@ class LayerProfile:
 
     scans: bool = False
     """Whether a mixer runs a recurrence over the tokens; if not, all state is a convolution's."""
+
+    returns_more: bool = False
+    """Whether the layer returns tensors besides hidden states, which the next layer takes."""
 
     def rerun_bytes(self, saved: Saved) -> tuple[int, int]:
         """Returns the bytes that recomputation makes, and those of them saved before attention."""

@@ -274,8 +274,10 @@ class ModelShape:
         weight_bytes = self.weight_bytes - self.gradient_bytes + wide
         return replace(self, weight_bytes=weight_bytes, gradient_bytes=wide)
 
-    def with_shards(self, shards: int) -> ModelShape:
+    def with_shards(self, shards: int, *, whole_bytes: int = 0) -> ModelShape:
         """Returns the shape of a model that FSDP2 shards over that many devices, layer by layer.
+
+        Of its weights `whole_bytes` are whole on every device.
 
         Gathered are the running layer and the next one, which also has a buffer that its weights
         arrive in, and norm and head; as whole are the gradients of one layer, or of the head, and
@@ -289,7 +291,10 @@ class ModelShape:
         return replace(
             self,
             shards=shards,
-            weight_bytes=-(-self.weight_bytes // shards) + gathered + 2 * reduced,
+            weight_bytes=-(-(self.weight_bytes - whole_bytes) // shards)
+            + whole_bytes
+            + gathered
+            + 2 * reduced,
             gradient_bytes=-(-self.gradient_bytes // shards),
             optimizer_bytes=-(-self.states_bytes // shards),
             unsharded_gradient_bytes=self.trainable_parameters * self.dtype_bytes,
@@ -351,6 +356,13 @@ class ModelShape:
         """For each layer the index of the first one that costs and saves the same."""
         first: dict[object, int] = {}
         return tuple(first.setdefault(layer, index) for index, layer in enumerate(self.layers))
+
+    @property
+    def by_layer_refusal(self) -> str | None:
+        """Why several chunks cannot go layer by layer, as part of a sentence; None if they can."""
+        found = (index for index, layer in enumerate(self.layers) if layer.returns_more)
+        index = next(found, None)
+        return None if index is None else f"layer {index} returns more than hidden states"
 
     @property
     def embedding_trained(self) -> bool:

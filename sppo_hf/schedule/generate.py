@@ -253,6 +253,23 @@ def needs_even_chunks(name: str) -> bool:
     return bool(SCHEDULES.facts(name).get("even"))
 
 
+def splits_backward(name: str) -> bool:
+    """Whether a schedule computes gradients of weights apart from those of inputs.
+
+    True also for one that refuses the small size at which this is looked up.
+    """
+    return _splits_backward(SHARED_UNIT_SCHEDULES.get(name) or SCHEDULES[name])
+
+
+@lru_cache(maxsize=256)
+def _splits_backward(make: Generator) -> bool:
+    try:
+        made = make(Size(2, 2, 2))
+    except ScheduleError:
+        return True
+    return any(action.kind == "W" for rank in made.ranks for action in rank)
+
+
 def generate(name: str, size: Size) -> Schedule:
     """Returns the schedule of that name and size.
 

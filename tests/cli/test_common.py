@@ -15,6 +15,7 @@ from sppo_hf.cli.common import (
     MAX_TOKENS,
     PlanningArguments,
     echo_json,
+    fsdp2_refusal,
     is_quantized,
     nearest_names,
     parse_tokens,
@@ -116,6 +117,29 @@ def test_a_quantized_checkpoint_is_said_to_be_counted_whole(tmp_path: Path) -> N
     note = arguments.hardware_note(arguments.plan_request())
     assert "Weights are counted in bfloat16: this checkpoint's are quantized" in note
     assert is_quantized(to_namespace({"model_type": "gemma3", "text_config": fields}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({"load_in_4bit": True}, False),
+        ({"load_in_4bit": True, "bnb_4bit_quant_storage": "uint8"}, False),
+        ({"load_in_4bit": True, "bnb_4bit_quant_storage": "torch.bfloat16"}, True),
+        ({"load_in_8bit": True, "bnb_4bit_quant_storage": "bfloat16"}, False),
+        ({"quant_method": "gptq", "bits": 4}, False),
+        ({"quant_method": "mxfp4"}, True),
+        (None, True),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_quantized_weights_that_fsdp2_shards(
+    settings: dict[str, Any] | None, allowed: bool, inside: bool
+) -> None:
+    fields: dict[str, Any] = {"model_type": "gemma3", "quantization_config": settings}
+    config = {"model_type": "gemma3", "text_config": fields} if inside else fields
+    assert (fsdp2_refusal(to_namespace(config)) == "") == allowed
+    # As Transformers has them: a mapping in an object.
+    assert (fsdp2_refusal(SimpleNamespace(**fields)) == "") == allowed
 
 
 def test_lora_trains_the_adapters_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,18 @@ import yaml
 from typer.testing import CliRunner
 
 from sppo_hf.cli import app
-from sppo_hf.cli.plan import actions_of_layout
+from sppo_hf.cli.plan import PlanArguments, actions_of_layout
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import BudgetError, ConfigError
 from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.chunk_bounds import chunk_bounds
-from sppo_hf.planning.cluster import ClusterRequest, simulate_layout
+from sppo_hf.planning.cluster import (
+    ClusterRequest,
+    ClusterResult,
+    simulate_layout,
+    solve_cluster,
+)
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.layouts import Layout
@@ -317,6 +323,7 @@ def test_fsdp2_where_no_copy_of_the_model_fits(tmp_path: Path) -> None:
 def test_fsdp2_is_shown_beside_what_is_faster(tmp_path: Path) -> None:
     model = write_config(tmp_path, MODEL)
     question = (model, "--gpus", "2", "--rows", "2", "--seq-len", "8K", "--lora", "16")
+    question += ("--gpus-per-node", "1")
     code, out, _ = run(*question, "--json")
     answer = json.loads(out)
     assert code == 0
@@ -324,6 +331,75 @@ def test_fsdp2_is_shown_beside_what_is_faster(tmp_path: Path) -> None:
     assert answer["fsdp2"]["name"].startswith("FSDP2")
     assert answer["fsdp2"]["step_seconds"] > answer["plans"][0]["step_seconds"]
     assert "Last row, to compare: FSDP2 is slower." in flat(run(*question)[1])
+
+
+STORED = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "uint8"}
+
+
+@pytest.mark.parametrize(("storage", "offered"), [("uint8", False), ("bfloat16", True)])
+def test_fsdp2_is_offered_for_quantized_weights_that_it_shards(
+    tmp_path: Path, storage: str, offered: bool
+) -> None:
+    settings = {"quantization_config": {**STORED, "bnb_4bit_quant_storage": storage}}
+    model = write_config(tmp_path, {**MODEL, **settings})
+    question = (model, "--gpus", "8", "--seq-len", "128K", "--lora", "16", "--host-memory", "1TiB")
+    answer = json.loads(run(*question, "--json")[1])
+    shown = [*answer["plans"], *([answer["fsdp2"]] if answer["fsdp2"] else [])]
+    assert any(plan["sharded"] for plan in shown) == offered
+    assert (answer["fsdp2_refusal"] is None) == offered
+    said = "FSDP2 was left out: this checkpoint's weights are quantized"
+    assert (said in flat(run(*question)[1])) != offered
+
+
+def test_adapters_are_planned_as_fsdp2_gathers_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ClusterRequest] = []
+
+    def solve(request: ClusterRequest, **options: Any) -> ClusterResult:
+        asked.append(request)
+        return solve_cluster(request, **options)
+
+    monkeypatch.setattr("sppo_hf.cli.plan.solve_cluster", solve)
+    question = (write_config(tmp_path, MODEL), "--gpus", "2", "--seq-len", "8K", "--lora", "16")
+    assert run(*question)[0] == 0
+    (request,) = asked
+    layout = Layout("seq1f1b", 1, 1, 1, 4, "flops", "whole", "none", sp=2, order="by_layer")
+    shapes = [
+        request.bounds_of_layout.cost(layout._replace(sharded=sharded)).shape
+        for sharded in (False, True)
+    ]
+    assert [(s.lora.dtype_bytes, s.lora.autocast) for s in shapes if s.lora] == [
+        (4, True),
+        (2, False),
+    ]
+    shapes.append(PlanArguments(model=question[0], seq_len="8K", lora=16).plan_request().shape)
+    autocast, gathered, wide = (shape.activation_bytes_per_token(1) for shape in shapes)
+    assert gathered < 0.9 * autocast < 0.7 * wide
+
+
+@pytest.mark.parametrize(("installed", "old"), [("2.12.1", True), ("2.13.0", False), ("", False)])
+def test_the_pytorch_that_fsdp2_needs_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, old: bool
+) -> None:
+    def version(name: str) -> str:
+        assert name == "torch"
+        if not installed:
+            raise metadata.PackageNotFoundError
+        return installed
+
+    model = write_config(tmp_path, MODEL)
+    question = (model, "--gpus", "8", "--seq-len", "128K", "--device-memory", "20GiB")
+    answer = json.loads(run(*question, "--json", "--write", str(tmp_path / "run"))[1])
+    assert {(plan["sharded"], plan["needs"]) for plan in answer["plans"]} == {
+        (True, "PyTorch 2.13 or newer")
+    }
+    assert "Needs PyTorch 2.13 or newer." in (tmp_path / "run" / "accelerate.yaml").read_text()
+    found = SimpleNamespace(version=version, PackageNotFoundError=metadata.PackageNotFoundError)
+    monkeypatch.setattr("sppo_hf.cli.plan.metadata", found)
+    out = flat(run(*question)[1])
+    assert ("(PyTorch 2.13 or newer; 2.12.1 is installed here)" in out) == old
+    assert ("(PyTorch 2.13 or newer)" in out) != old
 
 
 def test_stages_of_a_tight_host_do_not_share_it_as_if_all_were_at_their_peak(

@@ -15,7 +15,11 @@ from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import device_facts
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
+from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.offload import disk
+from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.feasibility import request_for
+from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.machine import has_expandable_segments
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model, make_batch
@@ -386,6 +390,7 @@ def test_what_fsdp2_shards_is_counted_as_this_ranks_share(monkeypatch: pytest.Mo
         ("num_shards", 4),
         ("is_sharded", True),
         ("gathered_dtype", torch.bfloat16),
+        ("whole_bytes", 0),
     ):
         monkeypatch.setattr(type(parts), name, lambda self, value=value: value)
     shape = model_shape(parts)
@@ -395,3 +400,48 @@ def test_what_fsdp2_shards_is_counted_as_this_ranks_share(monkeypatch: pytest.Mo
     # What is gathered is counted with the weights.
     assert whole.weight_bytes // 4 < shape.weight_bytes
     assert device_facts.dtype_name(parts) == "bfloat16"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_adapters_are_counted_in_the_dtype_in_which_fsdp2_gathers_them(
+    monkeypatch: pytest.MonkeyPatch, autocast: bool
+) -> None:
+    """And so `sppo plan --gpus` plans for FSDP2, and what layers save is the same to both."""
+    parts = find_parts(adapted(torch.bfloat16, r=4, target_modules="all-linear"))
+    wide = model_shape(parts)
+    assert wide.lora is not None
+    assert wide.lora.dtype_bytes == 4
+    patched = {"num_shards": 4, "is_sharded": True, "gathered_dtype": torch.bfloat16}
+    for name, value in {**patched, "whole_bytes": 0}.items():
+        monkeypatch.setattr(type(parts), name, lambda self, value=value: value)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        shape = model_shape(parts)
+    asked = request_for(
+        parts.causal_lm.config,
+        SPPOConfig(),
+        profile=load_profile("h100"),
+        total_tokens=512,
+        lora_rank=4,
+        cast_by="fsdp2",
+        trace=trace_config,
+    )
+    planned = ModelCost(shape=asked.shape, profile=load_profile("h100"), dtype_name="bfloat16")
+    assert planned.with_shards(4, 1e9).shape.layers == shape.layers
+    assert planned.with_shards(4, 1e9).shape.weight_bytes == shape.weight_bytes
+    assert shape.activation_bytes_per_token(1) < 0.6 * wide.activation_bytes_per_token(1)
+    assert shape.gradient_bytes == 4 * shape.trainable_parameters // 4
+
+
+def test_weights_that_fsdp2_leaves_out_are_counted_whole() -> None:
+    """As Accelerate leaves out 4-bit weights that are stored as integers."""
+    model: Any = build_tiny_model("llama", dtype=torch.float32)
+    parts = find_parts(model)
+    whole = model_shape(parts)
+    mesh = SimpleNamespace(ndim=1, size=lambda dim: 4)
+    out = [p for name, p in model.named_parameters() if "down_proj" in name]
+    for parameter in model.parameters():
+        if all(parameter is not other for other in out):
+            parameter.device_mesh = mesh
+    assert parts.whole_bytes() == sum(p.nbytes for p in out) > 0
+    more = model_shape(parts).weight_bytes - whole.with_shards(4).weight_bytes
+    assert more == parts.whole_bytes() * 3 // 4

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import device_facts as facts
 from sppo_hf.engine import trace_profile
-from sppo_hf.engine.convert import convert, revert
+from sppo_hf.engine.convert import convert, get_engine, revert
 from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.family_guard import PROVED
 from sppo_hf.engine.model_parts import CACHE_ARGUMENTS, find_parts, suppress_peft_warnings
@@ -205,6 +206,22 @@ def test_saved_bytes_of_wide_adapters(family: str) -> None:
             assert _whole_bytes(shape) == _about(saved_bytes(model)[0])
         per_token.append(shape.activation_bytes_per_token(1))
     assert per_token[1] < 0.9 * per_token[0]
+
+
+@pytest.mark.parametrize(("family", "more"), [("zaya", True), ("llama", False), ("gemma4", False)])
+def test_layers_that_pass_on_more_than_hidden_states_are_seen(family: str, more: bool) -> None:
+    """As the runtime sees them, which then goes by chunk."""
+    config = tiny_config(family)
+    shape = ModelShape.from_profile(
+        trace_config(config, Training(dtype_bytes=4, parameter_bytes=4))
+    )
+    assert (shape.by_layer_refusal is not None) == more
+    model = convert(build_tiny_model(family), SPPOConfig(order="by_layer", num_chunks=3))
+    ids = torch.arange(3, 27)[None]
+    model(input_ids=ids, labels=ids)
+    engine = get_engine(model)
+    assert engine is not None
+    assert (engine.plans._by_chunk_reason != "") == more
 
 
 @pytest.mark.parametrize("family", ["zamba2", "gemma4", "qwen2_vl"])

@@ -9,6 +9,7 @@ import torch
 from sppo_hf.config import SPPOConfig
 from tests.integrations.launch import ROOT, assert_same_run, run_job, series
 from tests.integrations.training import needs_fsdp2
+from tests.sweeps import ALL
 
 pytestmark = pytest.mark.process
 
@@ -128,6 +129,25 @@ def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
     ours = run_job({**job, "settings": settings, "rows": shares}, 2, tmp_path / "two")
     plain = run_job({**job, "rows": 2}, 1, tmp_path / "one")
     assert_same_run(ours, plain, ("loss", "grad_norm"))
+
+
+@needs_fsdp2
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["float32", "uint8"] if ALL else ["float32"])
+def test_fsdp2_with_adapters_on_4_bit_weights(tmp_path: Path, storage):
+    """Stored as floats they are sharded; as integers every rank has all of them."""
+    pytest.importorskip("bitsandbytes")
+    job = {"kind": "fsdp2", "lora": True}
+    settings = {**SETTINGS, "order": "by_layer"}
+    ours = run_job(
+        {**job, "storage": storage, "settings": settings, "rows": 2}, 2, tmp_path / "two"
+    )
+    plain = run_job({**job, "storage": "uint8", "rows": 4}, 1, tmp_path / "one")
+    ours["weights"] = {name: x for name, x in ours["weights"].items() if "lora" in name}
+    assert_same_run(ours, plain, ("loss", "grad_norm"))
+    # Of two layers: attention's projections and the MLP's, two weights to a byte.
+    linears = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 64)
+    assert ours["whole_bytes"] == (linears // 2 if storage == "uint8" else 0)
 
 
 @needs_fsdp2

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -56,6 +57,27 @@ def _lora(model: nn.Module) -> nn.Module:
     torch.manual_seed(3)
     with suppress_peft_warnings():
         return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+def _in_4_bits(model: nn.Module, storage: str) -> nn.Module:
+    """Quantise the linear layers of a model's decoder layers, as bitsandbytes stores them."""
+    if sys.modules.get("bitsandbytes", model) is None:  # of the process that started this one
+        del sys.modules["bitsandbytes"]
+    import bitsandbytes as bnb
+
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        for name, linear in list(layer.named_modules()):
+            if not isinstance(linear, nn.Linear):
+                continue
+            made = bnb.nn.Linear4bit(
+                *(linear.in_features, linear.out_features, False),
+                compute_dtype=torch.float32,
+                quant_type="nf4",
+                quant_storage=getattr(torch, storage),
+            )
+            made.load_state_dict(linear.state_dict())
+            layer.set_submodule(name, made.to("cpu"))
+    return model
 
 
 def train_with_trainer(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
@@ -148,6 +170,8 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         parallelism_config=plugin,
     )
     model: nn.Module = make_model(tie_word_embeddings=job.get("tied", False))
+    if "storage" in job:
+        model = _in_4_bits(make_model(hidden_size=64), job["storage"])
     rows = make_rows(32)
     if "images" in job:
         model = build_tiny_model(family, dtype=torch.float32)
@@ -197,6 +221,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "history": history,
         "shards": None if shape is None else shape.shards,
         "dtype_bytes": None if shape is None else shape.dtype_bytes,
+        "whole_bytes": None if engine is None else engine.parts.whole_bytes(),
         "wrapper": type(model).__name__,
         "mesh": None if mesh is None else list(mesh.mesh_dim_names),
         "weights": _sums(accelerator, model),

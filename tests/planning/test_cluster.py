@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo_hf.errors import ConfigError
+from sppo_hf.errors import ConfigError, ScheduleError
 from sppo_hf.planning import cluster
 from sppo_hf.planning.cluster import (
     ClusterRequest,
@@ -28,13 +28,17 @@ from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.pipeline_cost import head_blocks_of
 from sppo_hf.planning.tiers import Tier
+from sppo_hf.registry import SCHEDULES
 from sppo_hf.schedule.generate import (
     MSP,
     Size,
+    all_schedules,
     forwards_before_backward,
     generate,
     is_interleaved,
+    splits_backward,
 )
+from sppo_hf.schedule.schedule import Schedule
 from tests.planning.profiles import PROFILE, changed
 from tests.planning.shapes import llama_config, shape_of
 from tests.sweeps import ALL, examples
@@ -245,6 +249,40 @@ def test_a_search_knows_how_many_actions_it_will_simulate(stages: int, kv_tier: 
             assert len(timeline) <= found < 1.6 * len(timeline), layout
             if offload == "none" and kv_tier == "device":
                 assert len(timeline) == found, layout
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(4096, 1), (16_384, 4)])
+def test_a_split_backward_of_the_users_own_is_known_to_be_split(
+    tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All weight gradients come last, so that no rank waits for them."""
+
+    def mine(size: Size) -> Schedule:
+        made = generate("zb_seq1f1b", size)
+        late = [[action for action in rank if action.kind == "W"] for rank in made.ranks]
+        kept = [[action for action in rank if action.kind != "W"] for rank in made.ranks]
+        ranks = tuple((*some, *others) for some, others in zip(kept, late, strict=True))
+        return Schedule(ranks, made.chunks)
+
+    monkeypatch.setitem(SCHEDULES, "mine", mine)
+    layout = Layout("mine", 4, 1, 1, 4, "even", "whole", "none")
+    question = replace(QUESTION, total_tokens=tokens, rows=rows, link_bytes_per_second=math.inf)
+    *_, timeline = _simulate_rows(question, layout, rows)
+    assert _num_actions(layout, rows) == len(timeline)
+    assert question.min_step_seconds(layout) <= timeline.end_seconds
+
+
+def test_a_schedule_that_is_not_made_for_few_chunks_may_be_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mine(size: Size) -> Schedule:
+        if size.num_chunks < 4:
+            raise ScheduleError("too few chunks")
+        return generate("zb_seq1f1b", size)
+
+    monkeypatch.setitem(SCHEDULES, "mine", mine)
+    assert splits_backward("mine")
+    assert [name for name in all_schedules() if splits_backward(name)] == ["zb_seq1f1b", "mine"]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "seq1f1b", "zb_seq1f1b", "interleaved_seq1f1b"])

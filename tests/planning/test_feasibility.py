@@ -27,6 +27,7 @@ from sppo_hf.planning.feasibility import (
     timeline_of,
 )
 from sppo_hf.planning.hardware import load_profile
+from sppo_hf.planning.model_profile import ModelProfile, Training
 from sppo_hf.planning.plan import make_plan
 from sppo_hf.planning.solve import EQUALLY_FAST, HOST_PRICE, fits, over_budget
 from sppo_hf.rules import format_bytes
@@ -290,6 +291,32 @@ def test_host_memory_that_saves_much_time_is_used(monkeypatch: pytest.MonkeyPatc
     assert found.layer_modes == plan_for(asked).layer_modes
     assert found.estimate.host.total > 30 * GIB
     assert found.offload_reason == "auto: fastest that fits (solver)"
+
+
+def test_a_model_that_cannot_go_layer_by_layer_is_planned_by_chunk() -> None:
+    def trace(config: object, training: Training) -> ModelProfile:
+        found = by_hand(config, training)
+        layers = tuple(replace(layer, returns_more=True) for layer in found.layers)
+        return replace(found, layers=layers)
+
+    asked, other = (
+        request_for(
+            # Profiles are stored by configuration.
+            llama_config(num_hidden_layers=8, vocab_size=vocabulary),
+            SPPOConfig(device_memory=20 * GIB, host_memory=64 * GIB),
+            profile=load_profile("h100"),
+            total_tokens=131_072,
+            trace=make,
+        )
+        for make, vocabulary in ((trace, 128_264), (by_hand, 128_256))
+    )
+    assert asked.by_layer_refusal == "layer 0 returns more than hidden states"
+    assert plan_for(other).order == "by_layer"
+    found = assess_request(asked)
+    assert found.plan is not None
+    assert found.plan.order == "by_chunk"
+    assert "order: by_chunk, because layer 0 returns more" in " ".join(found.plan.warnings)
+    assert found.max_seq_len < assess_request(other).max_seq_len
 
 
 def test_places_that_cannot_be_the_answer_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:

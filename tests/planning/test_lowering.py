@@ -246,6 +246,18 @@ def test_offload_by_hand() -> None:
     assert after(resources, "0B0.1") == {"0H0.1"}
 
 
+def test_without_a_limit_what_left_with_the_unit_before_may_be_on_its_way() -> None:
+    """A unit's activations and its K/V: as the runtime ends a group of copies with each layer."""
+    cost = slow_cost(small_shape(2))
+    what = decided(TWO_BY_TWO, OFFLOAD, layers=2)
+    resources = actions_of(replace(what, kv_tier="host", kv_block_tokens=512), cost)
+    assert text(resources.actions[D2H])[:4] == ["0D0.0", "0O0.0#0", "0D0.1", "0O0.1#0"]
+    assert after(resources, "0F0.1") == set()
+    assert after(resources, "0F0.2") == {"0O0.0#0"}
+    assert after(resources, "0F1.0") == set()
+    assert after(resources, "0F1.1") == {"0O0.1#0", "0K1.0#0"}
+
+
 def test_kept_frames_ask_for_nothing() -> None:
     cost = slow_cost(small_shape(2))
     modes = ((OFFLOAD, OFFLOAD), (KEEP, KEEP))

@@ -19,7 +19,7 @@ from sppo_hf.planning.pipeline_cost import OffloadRule, PipelineCost
 from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.policies import sppo_modes, uniform_modes
 from sppo_hf.planning.stages import stage_shape
-from sppo_hf.planning.tile_sizes import loss_tile_tokens
+from sppo_hf.planning.tile_sizes import kv_block_tokens, loss_tile_tokens
 from sppo_hf.schedule import formulas
 from sppo_hf.schedule.actions import Action
 from sppo_hf.schedule.generate import Size, generate
@@ -375,6 +375,29 @@ def test_copies_of_frames_share_resources_with_keys_and_values(rows: int) -> Non
     # Of its own, a copy takes as long as where keys and values stay.
     _, here = made("seq1f1b", size, offload="full")
     assert away.seconds(Action("H", 0, 2)) == here.seconds(Action("H", 0, 2))
+
+
+@pytest.mark.parametrize("saved", ["whole", "matmuls", "inputs"])
+def test_one_rank_that_offloads_both_takes_as_long_as_the_planner_says(saved: Saved) -> None:
+    """Layers' copies there, whole units' here: they differ by a unit at both ends of a pass."""
+    chunks = 32
+    schedule, costs = made(
+        "seq1f1b", Size(1, 1, chunks), saved=saved, offload="full", kv_tier="host"
+    )
+    modes = uniform_modes(chunks, SHAPE.num_layers, mode_of(saved, "host"))
+    block = kv_block_tokens(SHAPE, TOKENS, batch_rows=1, device_kind="cuda", device_bytes=None)
+    decisions = replace(
+        decided(bounds_of(chunks), layers=SHAPE.num_layers),
+        layer_modes=modes,
+        tile_tokens=COST.loss_tile_tokens,
+        kv_tier="host",
+        kv_block_tokens=block,
+    )
+    planned = lower_stage(decisions, COST).simulate()
+    timeline = run(schedule, costs)
+    assert timeline.end_seconds == pytest.approx(planned.end_seconds, rel=0.02)
+    if saved == "whole":
+        assert planned.end_seconds > 1.03 * planned.busy_seconds(COMPUTE), "copies count"
 
 
 @pytest.mark.parametrize(("ratio", "idle"), [(0.25, 0.21), (0.5, 0.27), (1.0, 0.33), (2.0, 0.39)])

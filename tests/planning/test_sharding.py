@@ -225,6 +225,47 @@ def test_the_search_offers_what_the_runtime_does() -> None:
     assert not any(x.sharded for x in layouts(replace(asked, gpus=1)))
 
 
+def test_a_model_that_cannot_go_layer_by_layer_goes_by_chunk() -> None:
+    """As Zaya, whose layers pass on more than hidden states."""
+    layers = tuple(replace(layer, returns_more=index > 0) for index, layer in enumerate(ALL.layers))
+    shape = replace(ALL, layers=layers)
+    assert ALL.by_layer_refusal is None
+    assert shape.by_layer_refusal == "layer 1 returns more than hidden states"
+    asked = replace(question(shape, rate=1e9), rows=2, gpus=2)
+    found = list(layouts(asked))
+    assert {layout.order for layout in found} == {"by_chunk"}
+    sharded = [layout for layout in found if layout.sharded and layout.saved == "inputs"]
+    assert sharded
+    assert len(set(found)) == len(found)
+    for layout in sharded:
+        assert asked.min_step_seconds(layout) <= simulate_layout(asked, layout).step_seconds
+    assert {x.order for x in layouts(question(ALL))} == {"by_layer", "by_chunk"}
+
+
+def test_fsdp2_may_be_left_out() -> None:
+    asked = replace(question(ALL), fsdp2_refusal="it was not tried")
+    assert not any(layout.sharded for layout in layouts(asked))
+    answer = solve_cluster(asked, keep=1)
+    assert answer.best
+    assert answer.sharded is None
+
+
+def test_layers_that_fsdp2_gathers_may_save_less() -> None:
+    narrow = tuple(replace(x, whole_bytes=3 * x.whole_bytes // 4) for x in LORA.layers)
+    gathered = replace(LORA, layers=narrow, lora=LoraShape(rank=8, dtype_bytes=2))
+    layout = Layout(
+        *("seq1f1b", 1, SHARDS, 1, CHUNKS, "flops", "whole", "none"), sharded=True, order="by_layer"
+    )
+    asked = question(LORA)
+    other = replace(asked, sharded_cost=replace(asked.cost, shape=gathered))
+    wide, less = (simulate_layout(one, layout).peak_bytes[0] for one in (asked, other))
+    assert less < wide
+    alone = layout._replace(sharded=False)
+    assert simulate_layout(other, alone) == simulate_layout(asked, alone)
+    standing = [one.bounds_of_layout.cost(layout).shape.standing_bytes for one in (asked, other)]
+    assert standing[0] == standing[1], "masters of adapters are in float32 in both"
+
+
 def test_fsdp2_is_compared_where_it_is_not_among_the_best() -> None:
     """As over slow links."""
     asked = question(ALL, rate=1e9)
