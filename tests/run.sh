@@ -62,7 +62,7 @@ find_python() {
     return 1
 }
 
-venv=${SPPO_VENV:-.venv-test}
+venv=${SPPO_VENV:-.venv-test} fresh=
 if [[ ! -x $venv/bin/python ]]; then
     python=$(find_python)
     say "Making the virtual environment $venv with $("$python" --version)"
@@ -82,6 +82,8 @@ unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 install() {
     # Tests import a quarter of the modules, and what they import is compiled then.
     local pip=(python -m pip install -qq --no-compile)
+    # Older ones compare the tags of all files that there are of every package, for a minute.
+    "${pip[@]}" 'pip>=25' || say "Keeping $(python -m pip --version)"
     # torch comes first, because which build is right depends on the machine.
     if python -c '
 import sys
@@ -112,6 +114,7 @@ if [[ $(cat "$venv/installed-for" 2>/dev/null) != "$wanted" ]]; then
     # A line of its own: where a condition calls it, `set -e` does not hold inside.
     install
     printf '%s\n' "$wanted" >"$venv/installed-for"
+    fresh=1
 fi
 
 # One thread each: tests are many and tiny, more threads only wait for each other.
@@ -138,6 +141,10 @@ if [[ ${SPPO_LINT:-1} != 0 ]]; then
     nice -n 19 pyright --pythonpath "$venv/bin/python" >"$types" 2>&1 &
     pyright=$!
     trap 'kill "$pyright" 2>/dev/null || true; rm -f "$types"' EXIT
+    if [[ -n ${fresh:-} ]]; then
+        say "Compiling what the tests import, beside it"  # each worker would compile all of it
+        python -m pytest --collect-only -q ${quick[@]+"${quick[@]}"} "$@" >/dev/null 2>&1 || true
+    fi
 fi
 
 say "Running the tests: pytest -n $workers $*"
