@@ -287,7 +287,7 @@ def test_all_pipelines_of_stages_that_share_sequences_are_exact(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_all_plans_and_models_are_exact_on_two_and_four_ranks(tmp_path: Path) -> None:
-    # Every second plan has each setting.
+    # Of the plans every second one, which together have each setting.
     cases = [*BATCHES, *turn(PLANS, 2, 1), *MODELS, *BY_LAYER]
     rest = [case for case in cases if case["name"] not in FAST]
     rest = merge_cases(rest)
