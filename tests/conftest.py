@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.sweeps import ALL
+from tests.sweeps import ALL, one_in
 
 _NOT_COMPILED = "TORCHDYNAMO_DISABLE"
 
@@ -75,6 +75,30 @@ _error_output = 2
 """Descriptor that is shown even while a test's output is captured; set by `pytest_configure`."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option for samples of tests that are not sampled already, or more than by default."""
+    parser.addoption(
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run every N-th case of each test, and one where it has fewer",
+    )
+
+
+class _OneIn:
+    """Leaves out cases of tests, of those that other options have left."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Keep every so many-th case."""
+        kept = one_in(config.getoption("--one-in"), [item.nodeid for item in items])
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+        items[:] = [item for item in items if item.nodeid in kept]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test its tier, and let files with slow tests come first: at the end all work."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -117,7 +141,7 @@ def _interrupt_when_late(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.timeout(*args, **{"method": "signal", **kwargs}), append=False)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Keep what is the error output now: while a test runs, it is captured.
 
     While tests are collected no garbage is: looking through all that is imported again and again
@@ -125,6 +149,8 @@ def pytest_configure() -> None:
     """
     global _error_output
     _error_output = os.dup(2)
+    if config.getoption("--one-in", 1) > 1:
+        config.pluginmanager.register(_OneIn())
     gc.disable()
 
 

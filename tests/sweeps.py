@@ -14,6 +14,8 @@ processes by itself; others' ranks are forked. Of scripts that a program under `
 one imports the real packages; others have stand-ins. What ranks compile, Inductor compiles in one
 process, to code for one number at a time. Tests are collected without optional packages in a fork
 of a process that has imported torch and Transformers with them.
+Of what is left, `--one-in 3` runs every third case of each test: `.ci/run` does so with the oldest
+libraries.
 """
 
 import os
@@ -49,6 +51,21 @@ def sample(items: Sequence[Any], step: int) -> list[Any]:
 def turn(items: Sequence[Any], step: int, index: int) -> list[Any]:
     """As `sample`, but one that begins elsewhere for each `index`, so that all are met in turn."""
     return list(items if ALL else items[index % step :: step])
+
+
+def one_in(step: int, names: Sequence[str]) -> set[str]:
+    """Every `step`-th case of each test, and one where it has fewer.
+
+    `names` are pytest's. Each test begins with another case than the one before, so that tests over
+    the same axis share it.
+    """
+    tests: dict[str, list[str]] = {}
+    for name in names:
+        tests.setdefault(name.partition("[")[0], []).append(name)
+    kept = set[str]()
+    for index, cases in enumerate(tests.values()):
+        kept.update(cases[index % min(step, len(cases)) :: step])
+    return kept
 
 
 def pairs(first: Iterable[Any], second: Iterable[Any], third: Sequence[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline.fork_server import fork_server
-from tests.sweeps import ALL
+from tests.sweeps import ALL, one_in
 
 ROOT = Path(__file__).parents[1]
 OPTIONAL = (
@@ -29,6 +29,15 @@ def test_the_files_that_a_script_names_are_there(script):
         names, _, after = rest.partition("}")
         for name in names.split(","):
             assert (ROOT / f"{before}{name}{after}").exists(), f"{before}{name}{after}"
+
+
+def test_a_sample_has_cases_of_every_test_and_each_from_another_on():
+    names = ["a", *(f"{test}[{case}]" for test in "bcd" for case in range(7)), "e[0]", "e[1]"]
+    assert one_in(1, names) == set(names)
+    kept = one_in(3, names)
+    assert {name for name in kept if name[0] in "ae"} == {"a", "e[0]"}
+    chosen = {test: {int(name[2]) for name in kept if name[0] == test} for test in "bcd"}
+    assert chosen == {"b": {1, 4}, "c": {2, 5}, "d": {0, 3, 6}}
 
 
 @pytest.mark.process

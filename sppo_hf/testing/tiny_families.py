@@ -336,9 +336,19 @@ _MULTIMODAL = {
     "gemma4_unified": _family(
         "multimodal, blocks of image tokens",
         text_config=_PAIRS_OF_LAYERS,
-        vision_config={"patch_size": 4, "pooling_kernel_size": 2},
+        vision_config={
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": 32,
+            "mm_posemb_size": 64,
+            "output_proj_dims": 32,
+        },
     ),
-    "llama4": _family("multimodal, attention within blocks", text_config=_LLAMA4),
+    "llama4": _family(
+        "multimodal, attention within blocks",
+        text_config=_LLAMA4,
+        vision_config={"projector_input_dim": 64, "projector_output_dim": 64},
+    ),
     "mistral3": _family("multimodal"),
     "llava": _family("multimodal"),
     "internvl": _family("multimodal"),
@@ -390,7 +400,11 @@ UNLISTED: Mapping[str, TinyFamily] = _by_name(
         ),
         "qwen2_5_omni_thinker": _family(_THREE_AXES, vision_start_token_id=5, text_config=_AXES),
         "qwen3_omni_moe_thinker": _family(_THREE_AXES, vision_start_token_id=5),
-        "chameleon": _family("multimodal, QK norm", vocabulary_map={"<image>": _WINDOW_TOKENS}),
+        "chameleon": _family(
+            "multimodal, QK norm",
+            vocabulary_map={"<image>": _WINDOW_TOKENS},
+            vq_config={"base_channels": 32, "num_embeddings": 64},
+        ),
         "gemma4-bidirectional": _family(
             "multimodal, tokens of an image see each other in both directions",
             **{

@@ -18,6 +18,7 @@ from sppo_hf.errors import ConfigError
 from sppo_hf.testing import check as check_module
 from sppo_hf.testing.exactness import Gradients
 from sppo_hf.testing.tiny_models import IMAGE_TOKEN, build_tiny_classifier, build_tiny_model
+from tests.sweeps import ALL
 
 
 def _check(*arguments: str) -> tuple[int, str, str]:
@@ -240,7 +241,8 @@ def test_a_multimodal_model_is_checked_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "status", "reason"),
     [
-        ("llava", (), "exact", ""),
+        # By default: `test_images_have_one_line`, too.
+        *([("llava", (), "exact", "")] if ALL else []),
         # They have a length of their own, to which the given chunks would not fit.
         ("llava", ("--chunks", "9,6,14"), "exact", ""),
         ("chameleon", (), "refused", "holds images or sound"),

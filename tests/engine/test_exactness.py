@@ -7,7 +7,7 @@ The families named in `PRODUCT` meet every setting of each axis of the product. 
 one of each feature, get every pair of settings of two axes: a cross (one axis varied at a time, at
 the hardest setting of the others) runs always, the pairs that it leaves out are `slow`. Settings
 drawn together: test_exactness_random.py. Without `--all` only one family has all of the cross; the
-others of `CROSS` take turns at a sixth of the cells, those of `PRODUCT` at one each, and each of
+others of `CROSS` take turns at a ninth of the cells, those of `PRODUCT` at one each, and each of
 those pairs meets one of `CROSS`. All other families of `tiny_families` get three hard cells each,
 or must be refused with the reason that is written here; without `--all` two cells where no other
 family is like them, and one for every tenth of the rest. Families with states get both modes in
@@ -110,9 +110,9 @@ STATES = [
     *("lfm2_moe", "lfm3", "zaya"),
 ]
 
-# Their mixers and layers are those of `bailing_hybrid`, `qwen3_5_text` and `qwen3_next`; the first
-# is met by pipelines.
-_AS_OTHERS = {"kimi_linear", "qwen3_5_moe_text"}
+# Their mixers and layers are those of `bailing_hybrid`, `qwen3_5_text` and `qwen3_next`, of `bamba`
+# and of `lfm2`; the first is met by pipelines.
+_AS_OTHERS = {"kimi_linear", "qwen3_5_moe_text", "granitemoehybrid", "lfm2_moe"}
 
 # A family that the installed Transformers does not have yet is no test case.
 OTHERS = [name for name, family in FAMILIES.items() if family.model_type in CONFIG_MAPPING_NAMES]
@@ -303,7 +303,7 @@ def _in_turn(
     ]
 
 
-@pytest.mark.parametrize(("family", "cell"), _in_turn(CROSS, _cross(), 6, whole=("llama",)))
+@pytest.mark.parametrize(("family", "cell"), _in_turn(CROSS, _cross(), 9, whole=("llama",)))
 def test_family_on_the_cross(family: str, cell: Cell) -> None:
     _assert_exact(family, cell)
 

@@ -15,6 +15,7 @@ from sppo_hf.pipeline.checkpoint_files import find_damage
 from tests.integrations.launch import run_job
 from tests.integrations.training import FSDP2, needs_fsdp2
 from tests.pipeline.fork_server import Ended, fork_server
+from tests.sweeps import ALL
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -58,6 +59,8 @@ def _kill_last_rank_in_training(job: dict[str, Any], folder: Path, ranks: int) -
     [
         pytest.param(name, marks=[needs_fsdp2] * (FSDP2 in layout))
         for name, layout in LAYOUTS.items()
+        # Of two stages; test_failures.py has a rank leave a shared unit.
+        if ALL or name != "stages that share units"
     ],
 )
 def test_a_killed_rank_ends_all_and_the_last_checkpoint_continues_the_curve(tmp_path, layout):

@@ -386,7 +386,9 @@ def test_two_ranks_train_as_one_process_does(tmp_path):
         _assert_same_run(ours, plain[name])
     _assert_losses_of_callers(found[len(RUNS) :])
 
-    runs = {**RUNS, "rewards": REWARDS}
+    # What is left out has experts as the preferences do, and is evaluated as rewards are.
+    runs = {name: run for name, run in RUNS.items() if ALL or name != "experts, completions"}
+    runs["rewards"] = REWARDS
     plain["rewards"] = train(REWARDS, str(tmp_path / "plain"), None)
     shared = [{**run, "settings": {"sp_size": 2, "num_chunks": 2}} for run in runs.values()]
     found = _on_two_ranks(shared, tmp_path / "sequences")

@@ -144,6 +144,13 @@ LAYERS = {
 """Layers of the decoder and of the encoder that FSDP2 shards by themselves."""
 
 
+def prepare(job: dict[str, Any]) -> None:
+    """Import the code of a family with images, which each rank would do after its fork."""
+    if "images" in job:
+        with torch.random.fork_rng(devices=[]):
+            build_tiny_model(job.get("family", "qwen3_vl"), dtype=torch.float32)
+
+
 def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dict[str, Any]:
     """Train by a raw loop under FSDP2 on several ranks, or plainly on one.
 

@@ -477,9 +477,9 @@ def _named(group: str, cases: list[Case]) -> list[Case]:
 
 
 def _sampled(cases: list[Case], pp_size: int, replicas: int) -> list[Case]:
-    """Those of the cross and `_ALSO`, and of the others every second one; or all."""
+    """Those of the cross and `_ALSO`, and of the others every third one; or all."""
     fast = FAST[pp_size, replicas]
-    others = sample([case for case in cases if case["name"] not in fast], 2)
+    others = sample([case for case in cases if case["name"] not in fast], 3)
     return [case for case in cases if case["name"] in (*fast, *_ALSO) or case in others]
 
 
