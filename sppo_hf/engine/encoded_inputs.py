@@ -168,12 +168,15 @@ def _as_inputs(call: ForwardCall, seen: dict[str, Any]) -> ChunkInputs:
     masks = _masks(call, seen.get("attention_mask"))
     positions = _positions(call, seen.pop("position_ids", None))
     tokens = {"inputs_embeds": embeds}
-    added = {}
+    added, row_numbers = {}, {}
     for name, mask_name in _ADDED_IN_LAYERS.items():
         tensors, mask = seen.pop(name, None), seen.pop(mask_name, None)
         if tensors is not None:
             added[name] = _at_all_tokens(tensors, mask)
-            tokens[mask_name] = torch.ones_like(mask)
+            if mask.ndim == 2:  # it is an index of the hidden states, as row numbers can be
+                row_numbers[mask_name] = torch.arange(len(mask), device=mask.device)
+            else:
+                tokens[mask_name] = torch.ones_like(mask)
     constants = {}
     for name, value in seen.items():
         if value is None or name in _CALLS_OWN or name == ROUTER_SWITCH:
@@ -189,7 +192,7 @@ def _as_inputs(call: ForwardCall, seen: dict[str, Any]) -> ChunkInputs:
                 f"{parts.name}: its text decoder is given {name} for images or sound, which cannot "
                 "be sliced along the tokens. Train on batches of text, or revert the model."
             )
-    return ChunkInputs(tokens, positions, constants | call.router_switch, added, masks)
+    return ChunkInputs(tokens, positions, constants | call.router_switch, added, row_numbers, masks)
 
 
 def _masks(call: ForwardCall, given: Any) -> dict[Any, MaskMeaning]:

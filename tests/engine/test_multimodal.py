@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -133,6 +134,35 @@ def test_images_are_exact(name: str, order: str, kept: str) -> None:
     batch = _with_images(model, padding=(0, 7))
     report = compare(model, batch, SPPOConfig(**settings))
     assert report.exact, str(report)
+
+
+class _Masked(TorchDispatchMode):
+    """Counts reads and writes of what a mask marks: the host asks the device how much that is."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
+            self.count += any(x is not None and x.dtype == torch.bool for x in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_no_chunk_asks_how_many_tokens_are_of_images() -> None:
+    """DeepStack adds to the hidden states of three layers, in Transformers at a mask."""
+    model = build_tiny_model("qwen3_vl")
+    batch = _with_images(model)
+    counts = []
+    for chunks in (2, 5):
+        settings: dict[str, Any] = {"order": "by_chunk", "num_chunks": chunks}
+        convert(model, SPPOConfig(**settings, show_plan=False))(
+            **batch
+        ).loss.backward()  # planned and traced
+        with _Masked() as masked:
+            model(**batch).loss.backward()
+        counts.append(masked.count)
+        revert(model)
+    assert counts[0] == counts[1] > 0, "the encoders' own alone"
 
 
 # With a window that counts within an image, in all layers or in some, and with one that does not.
