@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -204,6 +204,17 @@ def gather_of_sharded(numbers: tuple[int, ...], parameter: Any) -> dict[int, tup
         gathered = torch.cat(parts)
     ranks = mesh.mesh.flatten().tolist()
     return {rank: tuple(row) for rank, row in zip(ranks, gathered.tolist(), strict=True)}
+
+
+def gather_reasons(refusal: Exception | None, groups: Sequence[Any]) -> list[str]:
+    """Gather over groups, one after the other, why ranks refuse a batch; each of them calls this.
+
+    `refusal` is this rank's, if it refuses.
+    """
+    reasons = [] if refusal is None else [_reason(refusal)]
+    for group in groups:
+        reasons = [reason for part in gather(reasons, group).values() for reason in part]
+    return sorted({*reasons})
 
 
 def check_replicas(by_rank: Mapping[int, tuple[int, ...]], *, order: Order) -> int:

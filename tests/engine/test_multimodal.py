@@ -25,7 +25,7 @@ from transformers import (
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine.attention_interface import is_causal_with
 from sppo_hf.engine.convert import convert, get_engine, revert
-from sppo_hf.engine.encoded_inputs import _as_inputs
+from sppo_hf.engine.encoded_inputs import as_inputs
 from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.model_parts import find_parts
@@ -518,11 +518,11 @@ def test_what_is_as_long_as_the_rows_by_chance_is_not_sliced() -> None:
     model = build_tiny_model("qwen3_vl", dtype=torch.float32)
     call = read_call(find_parts(model), model.forward, (), _with_images(model))
     states = torch.zeros(2, 60, 32)
-    assert _as_inputs(call, {"inputs_embeds": states, "per_layer_inputs": states}).tokens
+    assert as_inputs(call, {"inputs_embeds": states, "per_layer_inputs": states}).tokens
     with pytest.raises(ConfigError, match=r"is given image_states .* cannot be sliced"):
-        _as_inputs(call, {"inputs_embeds": states, "image_states": states})
+        as_inputs(call, {"inputs_embeds": states, "image_states": states})
     kinds = {"mm_token_type_ids": states[..., 0]}
-    assert _as_inputs(call, {"inputs_embeds": states, **kinds}).tokens.keys() >= kinds.keys()
+    assert as_inputs(call, {"inputs_embeds": states, **kinds}).tokens.keys() >= kinds.keys()
 
 
 def test_rows_without_a_mask() -> None:
@@ -536,7 +536,7 @@ def test_rows_without_a_mask() -> None:
     positions = torch.cat([torch.arange(20), torch.arange(25, 65)])
     seen = {"inputs_embeds": torch.zeros(2, 60, 32), "position_ids": positions}
     with pytest.raises(ConfigError, match=r"several packed documents\. Remedy: give an attention"):
-        _as_inputs(call, seen)
+        as_inputs(call, seen)
 
 
 @pytest.mark.parametrize("without", ["a token of the image", "types of tokens"])
