@@ -122,7 +122,11 @@ class ChunkInputs:
     """Keyword arguments that are the same for every chunk."""
     added: dict[str, dict[Any, Tensor]] = dataclasses.field(default_factory=dict)
     """Arguments with tensors `[B, T, D]` that a decoder adds to the hidden states of some layers,
-    by the layer's index or number; they are passed as `[B * C, D]`."""
+    by the layer's index or number; they are passed as `[B * C, D]`, or with `row_numbers` as
+    `[B, C, D]`."""
+    row_numbers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Arguments `[B]` that stand for the mask of tokens to which a decoder adds them: all rows. Of
+    a mask the device would have to tell in every chunk how many tokens it marks."""
     masks: dict[Any, MaskMeaning] = dataclasses.field(default_factory=dict)
     """The decoder's masks by kind of layer, or by None for all, where it is given them."""
 
@@ -145,6 +149,7 @@ class ChunkInputs:
                 name: {layer: x[start:end] for layer, x in tensors.items()}
                 for name, tensors in self.added.items()
             },
+            {name: x[: end - start] for name, x in self.row_numbers.items()},
             {kind: mask.of_rows(start, end) for kind, mask in self.masks.items()},
         )
 
@@ -162,6 +167,7 @@ class ChunkInputs:
                 name: {layer: join(x, 1) for layer, x in tensors.items()}
                 for name, tensors in self.added.items()
             },
+            self.row_numbers,
             self.masks,
         )
 
@@ -171,8 +177,9 @@ class ChunkInputs:
         # rerun on those, is specialised on strides.
         tokens = {name: x[:, start:end].contiguous() for name, x in self.tokens.items()}
         first = next(iter(tokens.values()))
+        last_row_dim = 0 if self.row_numbers else 1
         added = {
-            name: {layer: x[:, start:end].flatten(0, 1) for layer, x in tensors.items()}
+            name: {layer: x[:, start:end].flatten(0, last_row_dim) for layer, x in tensors.items()}
             for name, tensors in self.added.items()
         }
         # All ones: padding is in the batch layout. Given a mask, Transformers does not look for
@@ -183,6 +190,7 @@ class ChunkInputs:
         return {
             **self.constants,
             **added,
+            **self.row_numbers,
             **tokens,
             "position_ids": self.position_ids[..., start:end],
             "attention_mask": mask,

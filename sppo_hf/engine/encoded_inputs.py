@@ -96,13 +96,14 @@ def encoded_token_bytes(call: ForwardCall) -> tuple[int, int]:
     return held, 2 * held if trained and torch.is_grad_enabled() else 0
 
 
-def encode(call: ForwardCall) -> EncodedInputs:
+def encode(call: ForwardCall) -> tuple[dict[str, Any], type]:
     """Run the base model of a call up to its text decoder.
 
+    Returns:
+        The arguments of the decoder, and the class of the base model's output.
+
     Raises:
-        ConfigError: The decoder is given something else for images than chunks can take.
-        UnsupportedModelError: With these inputs its attention is neither causal nor, for the tokens
-            of an image, in both directions.
+        ConfigError: The base model does not read an input.
     """
     parts = call.parts
     optional = {"attention_mask": call.attention_mask, "position_ids": call.position_ids}
@@ -123,19 +124,14 @@ def encode(call: ForwardCall) -> EncodedInputs:
     if torch.is_grad_enabled() and train_encoders(parts):
         layers = [one for one in encoders(parts) if isinstance(one, GradientCheckpointingLayer)]
         run = functools.partial(_run_encoders, parts, given, layers)
-        seen, output_class = checkpoint(run)
-    else:
-        seen, output_class = _run_encoders(parts, given, [])
-    return EncodedInputs(_as_inputs(call, seen), output_class)
+        return checkpoint(run)
+    return _run_encoders(parts, given, [])
 
 
 def _run_encoders(
     parts: ModelParts, given: dict[str, Any], recomputed: Sequence[nn.Module]
 ) -> tuple[dict[str, Any], type]:
-    """Return the arguments of the decoder, and the class of the base model's output.
-
-    The layers of `recomputed` save their inputs alone.
-    """
+    """Do what `encode` does; the layers of `recomputed` save their inputs alone."""
     decoder = parts.decoder
     signature = inspect.signature(decoder.forward)
     seen: dict[str, Any] = {}
@@ -160,20 +156,29 @@ def _run_encoders(
     return seen, type(output)
 
 
-def _as_inputs(call: ForwardCall, seen: dict[str, Any]) -> ChunkInputs:
-    """Sort the arguments of the decoder into what is sliced along the tokens and what is not."""
+def as_inputs(call: ForwardCall, seen: dict[str, Any]) -> ChunkInputs:
+    """Sort the arguments of the decoder into what is sliced along the tokens and what is not.
+
+    Raises:
+        ConfigError: The decoder is given something else for images than chunks can take.
+        UnsupportedModelError: With these inputs its attention is neither causal nor, for the tokens
+            of an image, in both directions.
+    """
     parts, shape = call.parts, (call.batch_rows, call.total_tokens)
     embeds = seen.pop("inputs_embeds", None)
     _check_embeddings(call, embeds)
     masks = _masks(call, seen.get("attention_mask"))
     positions = _positions(call, seen.pop("position_ids", None))
     tokens = {"inputs_embeds": embeds}
-    added = {}
+    added, row_numbers = {}, {}
     for name, mask_name in _ADDED_IN_LAYERS.items():
         tensors, mask = seen.pop(name, None), seen.pop(mask_name, None)
         if tensors is not None:
             added[name] = _at_all_tokens(tensors, mask)
-            tokens[mask_name] = torch.ones_like(mask)
+            if mask.ndim == 2:  # it is an index of the hidden states, as row numbers can be
+                row_numbers[mask_name] = torch.arange(len(mask), device=mask.device)
+            else:
+                tokens[mask_name] = torch.ones_like(mask)
     constants = {}
     for name, value in seen.items():
         if value is None or name in _CALLS_OWN or name == ROUTER_SWITCH:
@@ -189,7 +194,7 @@ def _as_inputs(call: ForwardCall, seen: dict[str, Any]) -> ChunkInputs:
                 f"{parts.name}: its text decoder is given {name} for images or sound, which cannot "
                 "be sliced along the tokens. Train on batches of text, or revert the model."
             )
-    return ChunkInputs(tokens, positions, constants | call.router_switch, added, masks)
+    return ChunkInputs(tokens, positions, constants | call.router_switch, added, row_numbers, masks)
 
 
 def _masks(call: ForwardCall, given: Any) -> dict[Any, MaskMeaning]:

@@ -35,7 +35,7 @@ from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import as_current_device
-from sppo_hf.engine.encoded_inputs import EncodedInputs, encode, encoded_token_bytes
+from sppo_hf.engine.encoded_inputs import EncodedInputs, as_inputs, encode, encoded_token_bytes
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.foreign_code import check_foreign_code, check_rotary_hooks
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
@@ -351,6 +351,11 @@ class Engine:
         """
         return 1
 
+    @contextlib.contextmanager
+    def refusing_together(self) -> Iterator[None]:
+        """Context of what may refuse images after `check_plan`; here no rank waits for it."""
+        yield
+
     def most_loss_tiles(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
         """The number of tiles of the chunk that has most of them on any rank that shares it."""
         tokens = self.most_loss_tokens(call, plan, whole_logits=whole_logits)
@@ -583,9 +588,7 @@ class ForwardStep:
         engine, call, plan = self.engine, self.call, self.plan
         router_loss = RouterLoss.of_call(call)
         with engine.placement.loaded(backward_follows=torch.is_grad_enabled(), log=self._log):
-            if call.encoder_inputs:
-                self._encoded = encode(call)
-            self._groups = self._row_groups()
+            self._begin()
             standard = self._parts.causal_lm.loss_function is ForCausalLMLoss
             in_tiles = call.has_labels and standard and not call.head_arguments
             # Else head and loss get the hidden states of whole rows, padding included.
@@ -606,6 +609,17 @@ class ForwardStep:
         self.timer.forward_done(output)
         engine.plans.forward_done(plan)
         return output
+
+    def _begin(self) -> None:
+        """Run the encoders of images and sound, and find the groups of rows."""
+        call = self.call
+        encoded = encode(call) if call.encoder_inputs else None
+        # Not the encoders, in which other ranks would wait for this one where FSDP2 shards them.
+        with self.engine.refusing_together():
+            if encoded is not None:
+                seen, output_class = encoded
+                self._encoded = EncodedInputs(as_inputs(call, seen), output_class)
+            self._groups = self._row_groups()
 
     def _row_groups(self) -> list[RowGroup]:
         """Groups of rows that run one after the other: one, or as `micro_batch_size` says.

@@ -227,7 +227,7 @@ def use_layer_kernels(parts: ModelParts, device: torch.device) -> None:
     liger = None
     if liger_runs_on(device):
         use_rotary_kernel(parts, device)
-        liger = importlib.import_module("liger_kernel").ops
+        liger = importlib.import_module("liger_kernel.ops")
     kernels = _Kernels(liger, device)
     for module in () if parts.is_sharded() else _modules(parts):
         forward = None if "forward" in module.__dict__ else kernels.forward_for(module)

@@ -321,6 +321,11 @@ class PlanCache:
         """Whether a backward under `plan` was completed."""
         return self._runs_of(plan).num_steps > 0
 
+    @property
+    def is_by_chunk(self) -> bool:
+        """Whether all plans go chunk by chunk, as set or as the model needs it."""
+        return self._config.order == "by_chunk"
+
     def refuse_by_layer(self, reason: str) -> None:
         """Plan chunk by chunk from now on; `reason` says why layer by layer is not possible."""
         self._by_chunk_reason = reason

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -206,6 +206,17 @@ def gather_of_sharded(numbers: tuple[int, ...], parameter: Any) -> dict[int, tup
     return {rank: tuple(row) for rank, row in zip(ranks, gathered.tolist(), strict=True)}
 
 
+def gather_reasons(refusal: Exception | None, groups: Sequence[Any]) -> list[str]:
+    """Gather over groups, one after the other, why ranks refuse a batch; each of them calls this.
+
+    `refusal` is this rank's, if it refuses.
+    """
+    reasons = [] if refusal is None else [_reason(refusal)]
+    for group in groups:
+        reasons = [reason for part in gather(reasons, group).values() for reason in part]
+    return sorted({*reasons})
+
+
 def check_replicas(by_rank: Mapping[int, tuple[int, ...]], *, order: Order) -> int:
     """Refuse batches and plans for which FSDP2 would gather weights more often on some ranks.
 
@@ -244,13 +255,24 @@ def check_replicas(by_rank: Mapping[int, tuple[int, ...]], *, order: Order) -> i
         )
     if len({chunks * count for chunks, count, *_ in by_rank.values()}) == 1:
         return max(tiles for _, _, tiles, _ in by_rank.values())
+    most = max(chunks for chunks, *_ in by_rank.values())
+    remedy = (
+        f"Remedy: num_chunks={most} instead of chunk_tokens or 'auto', which cuts rows of all "
+        "lengths into as many"
+    )
+    if order == "by_layer":
+        seen = ", ".join(f"{chunks} on rank {rank}" for rank, (chunks, *_) in by_rank.items())
+        raise PipelineError(
+            "with micro_batch_size FSDP2 gathers the weights of the head once for each chunk of a "
+            f"group of rows, for which all ranks wait, and they are about to cut their rows into "
+            f"different numbers of chunks: {seen}. Allowed: the same number. {remedy}; or no "
+            "micro_batch_size, with which alone they count."
+        )
     seen = ", ".join(f"{c * count} on rank {rank}" for rank, (c, count, *_) in by_rank.items())
     raise PipelineError(
         "FSDP2 gathers the weights of every layer once for each chunk, for which all ranks "
         f"wait, and they are about to run different numbers of chunks: {seen}. Allowed: the "
-        f"same number. Remedy: num_chunks={max(c for c, *_ in by_rank.values())} instead of "
-        "chunk_tokens or 'auto', which cuts rows of all lengths into as many; with "
-        "micro_batch_size, as many rows for each rank."
+        f"same number. {remedy}; with micro_batch_size, as many rows for each rank."
     )
 
 

@@ -16,9 +16,10 @@ memory take their place in the graph.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
@@ -52,10 +53,12 @@ from sppo_hf.pipeline.agreement import (
     check_replicas,
     gather,
     gather_of_sharded,
+    gather_reasons,
     make_on_all_ranks,
+    refusal_message,
 )
 from sppo_hf.pipeline.mesh import PipelineMesh
-from sppo_hf.pipeline.watchdog import Watchdog
+from sppo_hf.pipeline.watchdog import Watchdog, is_broken_connection
 from sppo_hf.planning.plan import Plan
 
 # B batch rows, N heads, c tokens of this rank's part, C tokens of the chunk, H head size, D width.
@@ -348,32 +351,144 @@ def gathers_of(
     return plan.num_chunks, groups, tiles, int(encodes)
 
 
-class ReplicaEngine(Engine):
-    """The engine of a model with sequences of this rank's own, which FSDP2 may shard."""
+class _ComparingEngine(Engine):
+    """An engine whose replicas wait for each other in every step, if FSDP2 shards the model.
 
-    def check_plan(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
-        """Refuse what would gather weights more often on some ranks, where FSDP2 shards.
+    Before a step they compare how often they will gather weights; where all of these are gathered
+    as often whatever the batch is, they compare nothing. In what they compare, a rank that refuses
+    its batch by then tells the others, who would wait for it, and all raise. Where there are images
+    on any rank, they compare once more when these have been encoded.
+    """
+
+    _told: tuple[type[Exception], ...] = (Exception,)
+    """What others are told of; where ranks share sequences, what all of these raise alike."""
+    _others_wait = False
+    """Whether others are about to compare, or wait for this rank to do so."""
+    _images_anywhere = False
+    """Whether any rank has images or sound in this step, as all that have compared know."""
+
+    def _compares(self) -> bool:
+        """Whether replicas compare their steps; the same on all of them."""
+        raise NotImplementedError
+
+    def _gather(self, numbers: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+        """Gather as many numbers from each replica; returns them by rank."""
+        raise NotImplementedError
+
+    def _groups(self) -> Sequence[Any]:
+        """The groups over which replicas gather, one after the other."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, as `Engine.forward` does.
 
         Raises:
-            PipelineError: On all ranks.
+            PipelineError: Another rank refuses its batch, or ranks do not agree.
         """
-        if not self.parts.is_sharded():
+        if not self.enabled or self.running is not None:
+            return super().forward(*args, **kwargs)
+        # Without labels the call may be one that is not cut into chunks; `plan` knows. And ranks
+        # that share a sequence wait for each other first, in `check_agreement`.
+        self._others_wait = self.group is None and kwargs.get("labels") is not None
+        self._images_anywhere = False
+        try:
+            return super().forward(*args, **kwargs)
+        except self._told as error:
+            if self._others_wait and not is_broken_connection(error) and self._compares():
+                self._exchange(refusal=error)
+            raise
+        finally:
+            self._others_wait = False
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """Plan, as `Engine.plan` does; what that raises, others are told."""
+        self._others_wait = True
+        return super().plan(*args, **kwargs)
+
+    def check_plan(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
+        """Refuse what would gather weights more often on some replicas, where FSDP2 shards.
+
+        Raises:
+            PipelineError: On all ranks; or another rank refuses its batch.
+        """
+        compares = self._compares()
+        if not compares:
+            self._others_wait = False
+        if not compares and (self.group is None or not self.parts.is_sharded()):
             return 1
-        parameters = self.parts.causal_lm.parameters()
-        sharded = next((p for p in parameters if hasattr(p, "device_mesh")), None)
-        if sharded is None:
-            return 1  # all are gathered, and stay so (`set_reshard_after_backward(False)`)
         own = gathers_of(self, call, plan, whole_logits=whole_logits)
+        if not compares:
+            return own[2]
+        by_rank = self._exchange((*own, int(bool(call.encoder_inputs))))
+        self._images_anywhere = any(images for *_, images in by_rank.values())
+        gathers = {rank: gathered[:-1] for rank, gathered in by_rank.items()}
+        return check_replicas(gathers, order=plan.order)
+
+    @contextlib.contextmanager
+    def refusing_together(self) -> Iterator[None]:
+        """Context of what may refuse images after `check_plan`: all ranks do, or none.
+
+        Raises:
+            PipelineError: Another rank refuses its batch.
+        """
+        if not self._images_anywhere:
+            yield
+            return
+        try:
+            yield
+        except self._told as error:
+            if not is_broken_connection(error):
+                self._exchange(refusal=error)
+            raise
+        self._exchange()
+
+    def _exchange(
+        self, numbers: tuple[int, ...] = (0,) * 5, *, refusal: Exception | None = None
+    ) -> dict[int, tuple[int, ...]]:
+        """Gather numbers from each replica, and tell the others if this one refuses its batch.
+
+        Raises:
+            PipelineError: Another replica refuses its own, and this one does not.
+        """
+        self._others_wait = False
+        by_rank = self._gather((*numbers, int(refusal is not None)))
+        if any(refuses for *_, refuses in by_rank.values()):
+            reasons = gather_reasons(refusal, self._groups())
+            if refusal is None:
+                raise PipelineError(refusal_message(reasons))
+        return {rank: gathered[:-1] for rank, gathered in by_rank.items()}
+
+
+class ReplicaEngine(_ComparingEngine):
+    """The engine of a model with sequences of this rank's own, which FSDP2 may shard."""
+
+    def _sharded(self) -> Any:
+        """A parameter that is gathered again and again; None if there is none.
+
+        All are gathered, and stay so, after `set_reshard_after_backward(False)`.
+        """
+        parameters = self.parts.causal_lm.parameters()
+        return next((p for p in parameters if hasattr(p, "device_mesh")), None)
+
+    def _compares(self) -> bool:
+        if not self.parts.is_sharded() or self._sharded() is None:
+            return False
         may_differ = self.config.micro_batch_size or are_sharded(encoders(self.parts))
-        if plan.order == "by_layer" and not may_differ:
-            return 1
-        return check_replicas(gather_of_sharded(own, sharded), order=plan.order)
+        return self.plans.is_by_chunk or bool(may_differ)
+
+    def _gather(self, numbers: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+        return gather_of_sharded(numbers, self._sharded())
+
+    def _groups(self) -> Sequence[Any]:
+        mesh = self._sharded().device_mesh
+        return [mesh.get_group(axis) for axis in range(mesh.ndim)]
 
 
-class SequenceParallelEngine(Engine):
+class SequenceParallelEngine(_ComparingEngine):
     """The engine of a model whose sequences this rank shares with others."""
 
     group: SequenceRanks
+    _told = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
 
     def __init__(
         self,
@@ -398,26 +513,21 @@ class SequenceParallelEngine(Engine):
         fresh.mesh, fresh.watchdog, fresh._num_calls = self.mesh, self.watchdog, 0
         return fresh
 
-    def check_plan(self, call: ForwardCall, plan: Plan, *, whole_logits: bool) -> int:
-        """Refuse what would gather weights more often on some replicas, where FSDP2 shards.
+    def _compares(self) -> bool:
+        return self.parts.is_sharded() and self.mesh.dp_size > 1
 
-        Raises:
-            PipelineError: On all ranks.
-        """
-        if not self.parts.is_sharded():
-            return 1
-        own = gathers_of(self, call, plan, whole_logits=whole_logits)
-        if self.mesh.dp_size == 1:
-            return own[2]
-        return check_replicas(gather(own, self.mesh.replica_control_group), order=plan.order)
+    def _gather(self, numbers: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+        return gather(numbers, self.mesh.replica_control_group)
+
+    def _groups(self) -> Sequence[Any]:
+        return [self.mesh.replica_control_group]
 
     def _run(self, call: ForwardCall) -> ModelOutput:
         self._num_calls += 1
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
-        raised_alike = (ConfigError, BudgetError, UnsupportedModelError, PipelineError)
         with (
             self.watchdog.collective_section(f"in {kind} pass {self._num_calls}"),
-            self.watchdog.reporting_failures(except_for=raised_alike),
+            self.watchdog.reporting_failures(except_for=self._told),
         ):
             mask = call.attention_mask
             facts = call_facts(call, self.config) | {

@@ -8,7 +8,6 @@ embedding writes into queries and keys.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,9 +106,8 @@ lce_forward.__kwdefaults__ = _lce_options
 @pytest.fixture(autouse=True)
 def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Liger as it is after its import, and Llama's module as it was."""
-    ops = install(monkeypatch)
+    ops = install(monkeypatch, watched=True)
     ops.LigerRopeFunction, ops.LigerFusedMoEFunction = Rope, FusedMoE
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: False)
     monkeypatch.setattr(device_facts, "_profiles", {})
     yield

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,7 +25,7 @@ from transformers import (
 from sppo_hf import ConfigError, SPPOConfig
 from sppo_hf.engine.attention_interface import is_causal_with
 from sppo_hf.engine.convert import convert, get_engine, revert
-from sppo_hf.engine.encoded_inputs import _as_inputs
+from sppo_hf.engine.encoded_inputs import as_inputs
 from sppo_hf.engine.family_guard import family_check_disabled
 from sppo_hf.engine.forward_calls import read_call
 from sppo_hf.engine.model_parts import find_parts
@@ -133,6 +134,35 @@ def test_images_are_exact(name: str, order: str, kept: str) -> None:
     batch = _with_images(model, padding=(0, 7))
     report = compare(model, batch, SPPOConfig(**settings))
     assert report.exact, str(report)
+
+
+class _Masked(TorchDispatchMode):
+    """Counts reads and writes of what a mask marks: the host asks the device how much that is."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
+            self.count += any(x is not None and x.dtype == torch.bool for x in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_no_chunk_asks_how_many_tokens_are_of_images() -> None:
+    """DeepStack adds to the hidden states of three layers, in Transformers at a mask."""
+    model = build_tiny_model("qwen3_vl")
+    batch = _with_images(model)
+    counts = []
+    for chunks in (2, 5):
+        settings: dict[str, Any] = {"order": "by_chunk", "num_chunks": chunks}
+        convert(model, SPPOConfig(**settings, show_plan=False))(
+            **batch
+        ).loss.backward()  # planned and traced
+        with _Masked() as masked:
+            model(**batch).loss.backward()
+        counts.append(masked.count)
+        revert(model)
+    assert counts[0] == counts[1] > 0, "the encoders' own alone"
 
 
 # With a window that counts within an image, in all layers or in some, and with one that does not.
@@ -488,11 +518,11 @@ def test_what_is_as_long_as_the_rows_by_chance_is_not_sliced() -> None:
     model = build_tiny_model("qwen3_vl", dtype=torch.float32)
     call = read_call(find_parts(model), model.forward, (), _with_images(model))
     states = torch.zeros(2, 60, 32)
-    assert _as_inputs(call, {"inputs_embeds": states, "per_layer_inputs": states}).tokens
+    assert as_inputs(call, {"inputs_embeds": states, "per_layer_inputs": states}).tokens
     with pytest.raises(ConfigError, match=r"is given image_states .* cannot be sliced"):
-        _as_inputs(call, {"inputs_embeds": states, "image_states": states})
+        as_inputs(call, {"inputs_embeds": states, "image_states": states})
     kinds = {"mm_token_type_ids": states[..., 0]}
-    assert _as_inputs(call, {"inputs_embeds": states, **kinds}).tokens.keys() >= kinds.keys()
+    assert as_inputs(call, {"inputs_embeds": states, **kinds}).tokens.keys() >= kinds.keys()
 
 
 def test_rows_without_a_mask() -> None:
@@ -506,7 +536,7 @@ def test_rows_without_a_mask() -> None:
     positions = torch.cat([torch.arange(20), torch.arange(25, 65)])
     seen = {"inputs_embeds": torch.zeros(2, 60, 32), "position_ids": positions}
     with pytest.raises(ConfigError, match=r"several packed documents\. Remedy: give an attention"):
-        _as_inputs(call, seen)
+        as_inputs(call, seen)
 
 
 @pytest.mark.parametrize("without", ["a token of the image", "types of tokens"])

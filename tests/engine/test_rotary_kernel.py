@@ -92,7 +92,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 def rope(monkeypatch: pytest.MonkeyPatch, replaced: set[str]) -> Rope:
     """A stand-in for Liger's rotary embedding, and no other kernels."""
     made = Rope()
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=SimpleNamespace()))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.rope", made)
     monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: True)
     monkeypatch.setattr(layer_kernels, "_is_candidate", lambda module: False)

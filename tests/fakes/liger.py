@@ -99,12 +99,18 @@ class GELUMul(SiLUMul):
     derivative = staticmethod(partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Have the engine find these functions, which are returned, for a model on the CPU."""
+def install(monkeypatch: pytest.MonkeyPatch, *, watched: bool = False) -> SimpleNamespace:
+    """Have the engine find these functions, which are returned, for a model on the CPU.
+
+    Those that are `watched` keep what `watch_liger` does to them until that is undone, and so do
+    functions that derive from them, of which Liger has none.
+    """
     ops = SimpleNamespace(
         LigerRMSNormFunction=RMSNorm, LigerSiLUMulFunction=SiLUMul, LigerGELUMulFunction=GELUMul
     )
-    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     monkeypatch.setattr(layer_kernels, "liger_runs_on", lambda device: True)
+    if not watched:
+        monkeypatch.setattr(layer_kernels, "watch_liger", lambda: None)
     calls.clear()
     return ops

@@ -197,6 +197,32 @@ def test_fsdp2_by_chunk_refuses_other_numbers_of_chunks(tmp_path: Path):
     assert "3 on rank 0, 1 on rank 1." in seen["refused"]
 
 
+@needs_fsdp2
+@pytest.mark.parametrize(
+    ("settings", "family", "bad", "reason"),
+    [
+        ({"order": "by_chunk"}, None, "labels", "ConfigError: labels has shape"),
+        ({"micro_batch_size": 1}, None, "labels", "ConfigError: labels has shape"),
+        ({"order": "by_layer"}, "gemma3", "image", "ConfigError: 24 tokens in 2 chunks: "),
+        ({"order": "by_chunk"}, "gemma3", "packed", "UnsupportedModelError: FSDPGemma3"),
+        ({"sp_size": 2}, "gemma3", "image", "ConfigError: 24 tokens in 2 chunks: "),
+    ],
+    ids=["by chunk", "groups of rows", "too large an image", "packed images", "shared"],
+)
+def test_fsdp2_ranks_that_compare_plans_hear_what_one_refuses(
+    tmp_path: Path, settings, family, bad, reason
+):
+    """Else they would wait for it; or, where a script goes on, be a batch ahead."""
+    job = {"kind": "fsdp2", "rows": 2, "bad": bad, "settings": {"num_chunks": 2, **settings}}
+    if family is not None:
+        job |= {"family": family, "images": list(range(8))}
+    shares = settings.get("sp_size", 1)
+    refused, step = run_job(job, 2 * shares, tmp_path)["history"]
+    message = f"PipelineError: This batch is run by no rank, because rank {shares} refuses it: "
+    assert refused["refused"].startswith(message + reason)
+    assert step["loss"] > 0
+
+
 def _of_layers(gathered: list[str]) -> list[str]:
     """Without the group of norm and head: the head, in tiles, runs again in backward."""
     return [name for name in gathered if ".layers." in name]

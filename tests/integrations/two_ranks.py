@@ -35,7 +35,7 @@ from transformers import EarlyStoppingCallback, Trainer
 from sppo_hf import SPPOPlugin
 from sppo_hf.engine.convert import get_engine
 from sppo_hf.engine.model_parts import suppress_peft_warnings
-from sppo_hf.errors import PipelineError, SPPOError
+from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.pipeline_engine import PipelineEngine
 from sppo_hf.testing.exactness import float64_everywhere
 from sppo_hf.testing.tiny_models import build_tiny_model
@@ -155,7 +155,8 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     """Train by a raw loop under FSDP2 on several ranks, or plainly on one.
 
     With "lengths" the rows of a step have these, and with "pads" all ranks pad theirs alike. With
-    "images" the model is of the multimodal "family", and of its rows these have an image each.
+    "images" the model is of the multimodal "family", and of its rows these have an image each. With
+    "bad" the last rank alone is given a first batch that it refuses.
     """
     sharding = None
     family = job.get("family", "qwen3_vl")
@@ -201,16 +202,18 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
             pairs = zip(everywhere, job["lengths"], strict=True)
             everywhere = [{name: x[:length] for name, x in row.items()} for row, length in pairs]
         picked = everywhere[rank * job["rows"] : (rank + 1) * job["rows"]]
-        if "lengths" in job:
-            batch = _pad(picked, whole=job.get("pads", False))
-        else:
-            batch = collate_images(picked)
+        bad = job.get("bad") if step == 0 and rank == ranks - 1 else None
+        batch = _make_batch(picked, job, bad)
         items = sum(int((row["labels"][1:] != -100).sum()) for row in everywhere)
         # Every rank divides by the items of all; gradients are averaged over ranks (or replicas).
         try:
             loss = model(**batch, num_items_in_batch=items).loss * ranks
-        except PipelineError as error:
-            return {"refused": str(error), "rank": accelerator.process_index}
+        except SPPOError as error:
+            said = f"{type(error).__name__}: {error}"
+            if "bad" not in job:
+                return {"refused": said, "rank": accelerator.process_index}
+            history.append({"refused": said})
+            continue
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -234,6 +237,23 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "weights": _sums(accelerator, model),
         "rank": accelerator.process_index,
     }
+
+
+def _make_batch(
+    rows: list[dict[str, torch.Tensor]], job: dict[str, Any], bad: str | None
+) -> dict[str, torch.Tensor]:
+    """A rank's batch; a bad one lacks labels, is one image, or packs documents around images."""
+    if "lengths" in job:
+        return _pad(rows, whole=job.get("pads", False))
+    batch = collate_images(rows)
+    if bad == "labels":
+        batch["labels"] = batch["labels"][:, 1:]
+    elif bad == "image":
+        (name,) = (name for name in batch if name.endswith("token_type_ids"))
+        batch[name] = torch.ones_like(batch[name])
+    elif bad == "packed":
+        batch["position_ids"] = (torch.arange(ROW_TOKENS) % 12)[None]
+    return batch
 
 
 def _pad(rows: list[dict[str, torch.Tensor]], *, whole: bool) -> dict[str, torch.Tensor]:

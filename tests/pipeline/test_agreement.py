@@ -6,7 +6,7 @@ import torch
 from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline import agreement
-from sppo_hf.pipeline.agreement import check_agreement, settings_checksum
+from sppo_hf.pipeline.agreement import check_agreement, check_replicas, settings_checksum
 from sppo_hf.pipeline.mesh import PipelineMesh
 
 MESH = PipelineMesh(2, 1, 0, 0, torch.device("cpu"))
@@ -32,6 +32,19 @@ def test_facts_that_differ_are_named(monkeypatch):
 def test_own_numbers_of_all_ranks_are_returned(monkeypatch):
     _other_rank_says(monkeypatch, 2, 64, 5, 9)
     assert check_agreement(MESH, {"rows": 2, "tokens": 64}, 7, 9) == [(7, 9), (5, 9)]
+
+
+@pytest.mark.parametrize(
+    ("order", "numbers", "words", "remedy"),
+    [
+        ("by_chunk", "6 on rank 0, 2 on rank 1", "every layer once for each chunk", "as many rows"),
+        ("by_layer", "3 on rank 0, 1 on rank 1", "head once for each chunk", "no micro_batch_size"),
+    ],
+)
+def test_other_numbers_of_chunks_are_refused_for_what_is_gathered(order, numbers, words, remedy):
+    """By layer they count where groups of rows run one after the other, and for the head alone."""
+    with pytest.raises(PipelineError, match=f"{words}.*: {numbers}.*num_chunks=3 .*{remedy}"):
+        check_replicas({0: (3, 2, 4, 0), 1: (1, 2, 4, 0)}, order=order)
 
 
 def test_settings_that_must_be_shared_have_a_number():
