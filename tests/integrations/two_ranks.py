@@ -177,14 +177,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         fsdp_plugin=sharding,
         parallelism_config=plugin,
     )
-    model: nn.Module = make_model(tie_word_embeddings=job.get("tied", False))
-    if "storage" in job:
-        model = _in_4_bits(make_model(hidden_size=64), job["storage"])
-    rows = make_rows(32)
-    if "images" in job:
-        model = build_tiny_model(family, dtype=torch.float32)
-        rows = [with_image(model, row, index in job["images"]) for index, row in enumerate(rows)]
-    model = _lora(model) if job.get("lora") else model
+    model, rows = _model_and_rows(job, family)
     # Of Adam every operation on a sharded tensor would be looked up, which takes a rank longest.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     shares = 1 if plugin is None else plugin.config.sharing_ranks
@@ -237,6 +230,17 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "weights": _sums(accelerator, model),
         "rank": accelerator.process_index,
     }
+
+
+def _model_and_rows(job: dict[str, Any], family: str) -> tuple[nn.Module, list[Any]]:
+    model: nn.Module = make_model(tie_word_embeddings=job.get("tied", False))
+    if "storage" in job:
+        model = _in_4_bits(make_model(hidden_size=64), job["storage"])
+    rows = make_rows(32)
+    if "images" in job:
+        model = build_tiny_model(family, dtype=torch.float32)
+        rows = [with_image(model, row, index in job["images"]) for index, row in enumerate(rows)]
+    return (_lora(model) if job.get("lora") else model), rows
 
 
 def _make_batch(
