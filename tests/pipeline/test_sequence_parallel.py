@@ -70,8 +70,11 @@ def test_replicas_that_share_sharded_weights_gather_them_as_often(
     monkeypatch, order, other, refused
 ):
     """By chunk for each chunk, of which replicas may have other numbers; else by groups of rows."""
-    monkeypatch.setattr(sequence_parallel, "gather", lambda own, group: {0: own, 1: other})
-    engine: Any = SimpleNamespace(
+    # The other replica has no images, and refuses nothing.
+    gathered = (*other, 0, 0)
+    monkeypatch.setattr(sequence_parallel, "gather", lambda own, group: {0: own, 1: gathered})
+    engine: Any = object.__new__(SequenceParallelEngine)
+    vars(engine).update(
         mesh=SimpleNamespace(dp_size=2, replica_control_group=None),
         parts=SimpleNamespace(is_sharded=lambda: True),
         config=SPPOConfig(),
@@ -80,12 +83,12 @@ def test_replicas_that_share_sharded_weights_gather_them_as_often(
     call: Any = SimpleNamespace(row_groups=lambda config: [(0, 2)], encoder_inputs={})
     plan: Any = SimpleNamespace(num_chunks=3, order=order)
     if not refused:
-        tiles = SequenceParallelEngine.check_plan(engine, call, plan, whole_logits=False)
+        tiles = engine.check_plan(call, plan, whole_logits=False)
         own = 4 if order == "by_chunk" else 1
         assert tiles == max(own, other[2]), "the head is called as often on all"
         return
     with pytest.raises(PipelineError, match=refused):
-        SequenceParallelEngine.check_plan(engine, call, plan, whole_logits=False)
+        engine.check_plan(call, plan, whole_logits=False)
 
 
 class Threads(SequenceRanks):
