@@ -351,6 +351,10 @@ def gathers_of(
     return plan.num_chunks, groups, tiles, int(encodes)
 
 
+_NO_NUMBERS = (0,) * 5
+"""In place of what `check_plan` compares: as many, for all ranks have to gather as many."""
+
+
 class _ComparingEngine(Engine):
     """An engine whose replicas wait for each other in every step, if FSDP2 shards the model.
 
@@ -443,7 +447,7 @@ class _ComparingEngine(Engine):
         self._exchange()
 
     def _exchange(
-        self, numbers: tuple[int, ...] = (0,) * 5, *, refusal: Exception | None = None
+        self, numbers: tuple[int, ...] = _NO_NUMBERS, *, refusal: Exception | None = None
     ) -> dict[int, tuple[int, ...]]:
         """Gather numbers from each replica, and tell the others if this one refuses its batch.
 

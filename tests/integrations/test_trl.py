@@ -30,11 +30,10 @@ trl = pytest.importorskip("trl", reason="needs the extra `trl`")
 Dataset = pytest.importorskip("datasets").Dataset
 
 
-def _train(tmp_path, plugin, **settings):
-    model = build_tiny_model("llama", dtype=torch.float32, vocab_size=258)
-    rows = [{"input_ids": [(7 * i + j) % 97 for j in range(20 + 3 * i)]} for i in range(6)]
-    args = trl.SFTConfig(
-        output_dir=str(tmp_path),
+def _three_steps(folder, plugin, **settings):
+    """Arguments of `SFTTrainer`."""
+    return trl.SFTConfig(
+        output_dir=str(folder),
         per_device_train_batch_size=2,
         max_steps=3,
         logging_steps=1,
@@ -46,9 +45,19 @@ def _train(tmp_path, plugin, **settings):
         parallelism_config=plugin,
         **settings,
     )
+
+
+def _logged(trainer):
+    keys = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
+    return [{k: log[k] for k in keys} for log in trainer.state.log_history if "loss" in log]
+
+
+def _train(tmp_path, plugin, **settings):
+    model = build_tiny_model("llama", dtype=torch.float32, vocab_size=258)
+    rows = [{"input_ids": [(7 * i + j) % 97 for j in range(20 + 3 * i)]} for i in range(6)]
     trainer = trl.SFTTrainer(
         model=model,
-        args=args,
+        args=_three_steps(tmp_path, plugin, **settings),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows),
         compute_metrics=lambda prediction: {"ids": float(prediction.predictions.sum())},
@@ -56,10 +65,12 @@ def _train(tmp_path, plugin, **settings):
         processing_class=byte_tokenizer(),
     )
     trainer.train()
-    keys = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
-    logs = [{k: log[k] for k in keys} for log in trainer.state.log_history if "loss" in log]
     metrics = trainer.evaluate()
-    return logs, {k: metrics[k] for k in ("eval_loss", "eval_entropy", "eval_ids")}, model
+    return (
+        _logged(trainer),
+        {k: metrics[k] for k in ("eval_loss", "eval_entropy", "eval_ids")},
+        model,
+    )
 
 
 def _rewarded(tmp_path, plugin, judge_class):
@@ -245,27 +256,14 @@ def _trained_on_images(
         }
         for index, count in enumerate([1, 2, 1, 2, 1, 1], start=1)
     ]
-    args = trl.SFTConfig(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        max_steps=3,
-        logging_steps=1,
-        learning_rate=1e-2,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        bf16=False,
-        max_length=None,
-        remove_unused_columns=False,
-        parallelism_config=plugin,
-    )
     trainer = trl.SFTTrainer(
-        model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=processor
+        model=model,
+        args=_three_steps(folder, plugin, max_length=None, remove_unused_columns=False),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=processor,
     )
     trainer.train()
-    keys = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
-    logs = [{k: log[k] for k in keys} for log in trainer.state.log_history if "loss" in log]
-    return logs, trainer.evaluate(Dataset.from_list(rows))["eval_loss"]
+    return _logged(trainer), trainer.evaluate(Dataset.from_list(rows))["eval_loss"]
 
 
 def test_images(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 from sppo_hf.cli.benchmark import training as kernels
 from sppo_hf.cli.benchmark.contenders import parse
 from sppo_hf.cli.benchmark.driver import model_shape
+from sppo_hf.cli.benchmark.results import Job
 from sppo_hf.cli.benchmark.training import (
     Kernel,
     RandomRows,
@@ -75,27 +76,30 @@ def test_rows_are_random_and_repeat() -> None:
     assert int(torch.stack([row["labels"] for row in (rows[0], rows[2])]).max()) < 50
 
 
+def trainer_of(job: Job, model: torch.nn.Module) -> Any:
+    return make_trainer(
+        job,
+        model,
+        KERNEL,
+        model_shape(job, model_config(job)),
+        contender=parse(job.contender),
+        plugin=None,
+        num_steps=job.steps,
+        callbacks=[],
+        folder=str(Path(job.model).parent / "out"),
+    )
+
+
 def test_the_long_context_recipe_of_trl_trains_the_same_rows(tmp_path: Path) -> None:
     """TRL's loss in chunks equals the plain loss; on a CPU, so without its offloading."""
     pytest.importorskip("trl")
     losses = []
     for name in ("checkpointing", "trl-long"):
-        job = tiny_job(tmp_path, name)
-        config = model_config(job)
-        model: Any = build_model(job, config, KERNEL)
+        job = tiny_job(tmp_path, name, steps=2)
+        model: Any = build_model(job, model_config(job), KERNEL)
         seen: list[float] = []
         model.register_forward_hook(lambda *args, seen=seen: seen.append(float(args[-1].loss)))
-        trainer = make_trainer(
-            job,
-            model,
-            KERNEL,
-            model_shape(job, config),
-            contender=parse(name),
-            plugin=None,
-            num_steps=2,
-            callbacks=[],
-            folder=str(tmp_path / "out"),
-        )
+        trainer = trainer_of(job, model)
         trainer.train()
         assert type(trainer).__name__ == {"trl-long": "SFTTrainer"}.get(name, "Trainer")
         losses.append(seen[0])
@@ -115,7 +119,6 @@ def test_the_ideals_loss_is_not_ligers(
 ) -> None:
     """Liger's loss would put a forward of its own in the place of the ideal's."""
     job = tiny_job(tmp_path, contender)
-    config = model_config(job)
     found: list[Any] = []
 
     def noted(**settings: Any) -> Any:
@@ -124,17 +127,7 @@ def test_the_ideals_loss_is_not_ligers(
 
     monkeypatch.setattr(kernels, "Trainer", noted)
     monkeypatch.setattr(kernels, "Arguments", SimpleNamespace)
-    make_trainer(
-        job,
-        build_model(job, config, KERNEL),
-        KERNEL,
-        model_shape(job, config),
-        contender=parse(contender),
-        plugin=None,
-        num_steps=1,
-        callbacks=[],
-        folder=str(tmp_path / "out"),
-    )
+    trainer_of(job, build_model(job, model_config(job), KERNEL))
     (arguments,) = (settings["args"] for settings in found)
     assert arguments.use_liger_kernel == contender.endswith("+liger")
     assert arguments.liger_kernel_config == given
