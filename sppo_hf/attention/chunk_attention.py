@@ -27,7 +27,7 @@ distance.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +47,7 @@ from sppo_hf.attention.kv_cache import Keep, KVStore, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, BidirectionalSpan, group_adjacent
 
 # B batch rows, N query heads, K key/value heads, C tokens of this chunk, T tokens of a run of
-# keys, H head size. `out` has the values' head size.
+# keys, S keys that a query may read, H head size. `out` has the values' head size.
 
 
 class Stash(Protocol):
@@ -67,6 +67,18 @@ class Stash(Protocol):
 
     def put(self, out_BNCH: Tensor, lse_BNC: Tensor) -> None:
         """Take the results of attention that has just run."""
+        ...
+
+    def begin_choice(self) -> None:
+        """An indexer chooses keys from here to `end_choice`, before attention."""
+        ...
+
+    def end_choice(self, indices_BCS: Tensor | None) -> None:
+        """Take what it has chosen, see `AttentionCall.indices_BCS`; None for all visible keys."""
+        ...
+
+    def chosen(self) -> Tensor | None:
+        """Return what was chosen in the first forward."""
         ...
 
 
@@ -90,6 +102,9 @@ class AttentionCall:
     softcap: float | None = None
     spans: tuple[BidirectionalSpan, ...] = ()
     """Tokens of the chunk that see each other in both directions."""
+    indices_BCS: Tensor | None = None
+    """Places in the sequence of the keys that each query reads of those that it sees, int32; None
+    for all. The node does not keep them here, but as a saved tensor."""
     borrowed: bool = False
     """Whether K/V belong to another layer, which has put them into `kv` in this chunk. This call
     reads them and adds its share of their gradients; the other layer takes the sum."""
@@ -122,7 +137,10 @@ def chunk_attention(
         `out_BCNH`, the layout Transformers' attention functions return, and the link for the next
         chunk of this layer.
     """
-    out_BNCH, next_link = _ChunkAttention.apply(q_BNCH, k_BKCH, v_BKCH, sinks_N, link, call, keep)
+    indices_BCS, call = call.indices_BCS, replace(call, indices_BCS=None)
+    out_BNCH, next_link = _ChunkAttention.apply(
+        q_BNCH, k_BKCH, v_BKCH, sinks_N, link, indices_BCS, call, keep
+    )
     return out_BNCH.transpose(1, 2), next_link
 
 
@@ -135,6 +153,7 @@ class _ChunkAttention(torch.autograd.Function):
         v_BKCH: Tensor,
         sinks_N: Tensor | None,
         link: Tensor | None,
+        indices_BCS: Tensor | None,
         call: AttentionCall,
         # Not a field of `call`, which the node keeps: `keep` holds memory of the running chunk.
         keep: Keep | None,
@@ -144,8 +163,9 @@ class _ChunkAttention(torch.autograd.Function):
             recompute = call.stash is not None and call.stash.is_recompute
             if not (call.borrowed or recompute):
                 call.kv.put(call.chunk, k_BKCH, v_BKCH, keep=keep)
+            choosing = replace(call, indices_BCS=indices_BCS)
             out_BNCH, lse_BNC = _attend(
-                q_BNCH, sinks_N, v_BKCH.shape[-1], call, recompute=recompute
+                q_BNCH, sinks_N, v_BKCH.shape[-1], choosing, recompute=recompute
             )
             if call.stash is not None:
                 # Detached: the returned tensor gets this node as its grad_fn, and a stash that held
@@ -156,14 +176,14 @@ class _ChunkAttention(torch.autograd.Function):
         ctx.call = call
         ctx.has_link = link is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q_BNCH, out_BNCH, lse_BNC, sinks_N)
+        ctx.save_for_backward(q_BNCH, out_BNCH, lse_BNC, sinks_N, indices_BCS)
         return out_BNCH, q_BNCH.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BNCH: Tensor | None, _dlink: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        call: AttentionCall = ctx.call
-        q_BNCH, out_BNCH, lse_BNC, sinks_N = ctx.saved_tensors
+        q_BNCH, out_BNCH, lse_BNC, sinks_N, indices_BCS = ctx.saved_tensors
+        call: AttentionCall = replace(ctx.call, indices_BCS=indices_BCS)
         if call.wait_for_query is not None:
             q_BNCH = call.wait_for_query(q_BNCH)
         dq_BNCH = dsinks_N = None
@@ -177,7 +197,7 @@ class _ChunkAttention(torch.autograd.Function):
             # Also without dout: later chunks may have added gradients for this chunk's keys.
             dk_BKCH, dv_BKCH = call.kv.take_gradient(call.chunk)
         dlink = q_BNCH.new_empty(0) if ctx.has_link else None
-        return dq_BNCH, dk_BKCH, dv_BKCH, dsinks_N, dlink, None, None
+        return dq_BNCH, dk_BKCH, dv_BKCH, dsinks_N, dlink, None, None, None
 
 
 def _attend(
@@ -292,7 +312,15 @@ def _forward(
         band=_mask_of(segments, call.window),
         scale=call.scale,
         softcap=call.softcap,
+        chosen_BCS=_chosen(segments, call),
     )
+
+
+def _chosen(segments: tuple[AttentionSegment, ...], call: AttentionCall) -> Tensor | None:
+    """Return the keys that the queries of `segments` read, from the first that these see."""
+    if call.indices_BCS is None:
+        return None
+    return call.indices_BCS[_slices(segments, call)] - segments[0].k_start
 
 
 def _backward(
@@ -310,6 +338,7 @@ def _backward(
         band=_mask_of(segments, call.window),
         scale=call.scale,
         softcap=call.softcap,
+        chosen_BCS=_chosen(segments, call),
     )
     if needs_kv:
         kv_block.add_gradient(segments[0].k_start, grads.dk_BKTH, grads.dv_BKTH, segments[0].row)

@@ -53,6 +53,8 @@ class LayerAttention:
     window: int | None
     local: int | None = None
     """Block length of local attention in tokens, see `AttentionCall`."""
+    chosen: bool = False
+    """Whether an indexer chooses the keys that queries read."""
     softcap: float | None
     dtype: torch.dtype
 

@@ -285,7 +285,7 @@ def _cluster_request(arguments: PlanArguments) -> ClusterRequest:
         link_bytes_per_second=link_rate,
         node_bytes_per_second=profile.node_bytes_per_second,
         space=SearchSpace(activation_tiers=(HOST, *behind)),
-        shares_units=not request.shape.has_recurrent_state,
+        shares_units=request.shape.tokens_can_be_shared,
     )
 
 

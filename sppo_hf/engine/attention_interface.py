@@ -117,7 +117,9 @@ class MaskMeaning:
 
     def __getitem__(self, index: Any) -> MaskMeaning:
         """Return the mask for a slice over all of it; refuse others as `__getattr__` does."""
-        if index == (slice(None), slice(None), slice(0, None), slice(None)):
+        whole = slice(None)
+        # Of the last two, which stand for all heads, `indexer` makes the mask itself.
+        if index in ((whole, whole, slice(0, None), whole), (whole, 0, whole, whole), (whole, 0)):
             return self
         return self.__getattr__("__getitem__")
 
@@ -447,14 +449,16 @@ def attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the running chunk, in the signature of Transformers' attention functions.
 
     `query` is `[B, N, C, H]`, this rank's tokens of the chunk, `key` `[B, K, C, H]`, both rotated,
     `value` `[B, K, C, Hv]`, `attention_mask` a `MaskMeaning`, `scaling` the factor of the logits
-    (`H ** -0.5` if None), and `s_aux` one sink logit per head. Other arguments are refused if they
-    would change the result.
+    (`H ** -0.5` if None), `s_aux` one sink logit per head, and `indices` `[B, C, S]` the keys that
+    each query reads of those that it sees. Other arguments are refused if they would change the
+    result.
 
     Returns:
         `[B, C, N, Hv]` and None for the attention weights.
@@ -475,6 +479,8 @@ def attention_forward(
     if context.on_kv is not None:
         context.on_kv(key.detach(), value.detach())
     window, local = attention_mask.window, attention_mask.local
+    if indices is not None and indices.shape[-1] >= context.end:
+        indices = None  # of fewer keys than a query may read it reads all
     out, context.attended.link = chunk_attention(
         query,
         key,
@@ -489,12 +495,15 @@ def attention_forward(
             segments=chunk_segments(
                 context.start, context.end, context.rows, window=window, local=local
             ),
-            backend=_backend(context, query, key, value, attention_mask, softcap),
+            backend=_backend(
+                context, query, key, value, attention_mask, softcap, chosen=indices is not None
+            ),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=window,
             local=local,
             softcap=softcap,
             spans=tuple(s for s in attention_mask.spans if context.start <= s.start < context.end),
+            indices_BCS=indices,
             borrowed=borrowed,
             stash=context.stash,
             counters=context.counters,
@@ -541,6 +550,8 @@ def _backend(
     v_BKCH: Tensor,
     mask: MaskMeaning,
     softcap: float | None,
+    *,
+    chosen: bool,
 ) -> Backend:
     assert context.choose_backend is not None, "layers run with a choice of backends"
     return context.choose_backend(
@@ -552,6 +563,7 @@ def _backend(
             softcap=softcap is not None,
             window=mask.window is not None,
             gqa_ratio=q_BNCH.shape[1] // k_BKCH.shape[1],
+            chosen=chosen,
             varied=context.rows is not None or mask.local is not None,
         )
     )
@@ -617,7 +629,7 @@ def _as_of(x: Tensor, found: Tensor) -> Tensor:
     return found.requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
 
-_CHANGE_THE_RESULT = ("position_bias", "indices", "block_indices", "sinks")
+_CHANGE_THE_RESULT = ("position_bias", "block_indices", "sinks")
 
 
 def _refuse(

@@ -32,6 +32,7 @@ from sppo_hf.engine.sequence_group import RecomputeExchanges, SequenceGroup
 
 if TYPE_CHECKING:
     from sppo_hf.engine.chunk_runner import ChunkRunner
+    from sppo_hf.engine.indexer import IndexKeys
     from sppo_hf.engine.recurrent_state import LayerStates
 
 ChooseBackend = Callable[[AttentionSpec], Backend]
@@ -75,6 +76,9 @@ class ChunkContext:
     """Keys and values of the layer; None in one without attention."""
     states: LayerStates | None = None
     """None in a model without recurrent or convolutional layers."""
+    index_keys: IndexKeys | None = None
+    """Index keys of the layer, if its indexer chooses the keys that queries read; not in a
+    rerun."""
     link: Tensor | None = None
     """The link of the layer's previous chunk."""
     stash: Stash | None = None
@@ -99,6 +103,7 @@ class ChunkContext:
             runner=None,
             owners={},
             states=states,
+            index_keys=None,
             link=None,
             stash=None,
             keep=None,

@@ -46,6 +46,7 @@ from sppo_hf.engine.chunk_context import (
     current_of,
 )
 from sppo_hf.engine.cpu_heap import CpuChunkArena, HeapWatch, return_free_heap
+from sppo_hf.engine.indexer import IndexKeys, indexers_in_tiles, indexers_of
 from sppo_hf.engine.kv_offload import EngineTransfer, OffloadedKV, recompute_kv
 from sppo_hf.engine.model_parts import ModelParts
 from sppo_hf.engine.read_tensors import ReadTensors
@@ -104,6 +105,8 @@ class _BetweenChunks:
     """Keys and values; None in a layer without attention."""
     states: States = dataclasses.field(default_factory=dict)
     """States of the layer's mixers after the last chunk that ran."""
+    index_keys: IndexKeys | None = None
+    """Keys of the layer's indexer; None in a layer without one."""
     next_chunk: int = 0
     """First chunk that has not entered the layer."""
     link: Tensor | None = None
@@ -271,8 +274,14 @@ class ChunkRunner:
             self._log = LayerLog(self.log, self.plan, self._stream, self.first_unit, self.weights)
         self._prefetch_order = self._new_prefetch_order()
         attending = self.parts.attending_layers()
+        total_tokens = self.plan.bounds[-1][1]
         self._between_chunks = [
-            _BetweenChunks(self._new_store() if layer in attending else None)
+            _BetweenChunks(
+                self._new_store() if layer in attending else None,
+                index_keys=IndexKeys(total_tokens)
+                if indexers_of(self.parts.layers[layer])
+                else None,
+            )
             for layer in self._layers
         ]
         self._cache: StateCache | None = None
@@ -599,6 +608,7 @@ class ChunkRunner:
             end=end,
             kv=between.kv,
             states=self._begin_states(between.states, start, end),
+            index_keys=between.index_keys,
             link=between.link,
             keep=self._arena.keep,
             attended=Attended(),
@@ -621,6 +631,7 @@ class ChunkRunner:
             entered.enter_context(self._tiles.inside(layer, hidden, recomputed))
             entered.enter_context(context.entered())
             entered.enter_context(separate_documents(layer, context.states))
+            entered.enter_context(indexers_in_tiles(layer))
             self._running = _RunningLayer(context, entered.pop_all(), activations)
         if recomputed is not None:
             recomputed.open(args, kwargs)

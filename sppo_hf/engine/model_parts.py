@@ -630,6 +630,7 @@ def _reason_against_adapter(config: Any, training: bool) -> str:
 def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: str) -> None:
     config: Any = causal_lm.config.get_text_config(decoder=True)
     layer_types: set[str] = set(getattr(config, "layer_types", None) or ())
+    foreign, indexed = sorted(layer_types - LAYER_TYPES), indexer_reason(config)
     # Replacements of other stages' layers carry the flag of the layer.
     mixed = bool(mixers_of(causal_lm)) or any(
         getattr(module, "carries_state", False) for module in causal_lm.modules()
@@ -640,9 +641,10 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
         reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
     elif config.model_type in STATE_REASONS:
         reason = STATE_REASONS[config.model_type]
-    elif foreign := sorted(layer_types - LAYER_TYPES):
-        seen = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"
-        reason = indexer_reason(config) or seen
+    elif indexed and (foreign or "indexed_attention" in layer_types):
+        reason = indexed
+    elif foreign:
+        reason = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"
     elif (recurrent or layer_types & STATE_LAYER_TYPES) and not mixed:
         reason = OWN_STATE
     elif not getattr(decoder, "_supports_attention_backend", False) and not mixed:

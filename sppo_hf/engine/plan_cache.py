@@ -690,6 +690,7 @@ class PlanCache:
                 v_head_size=layer.v_head_size,
                 window=None if in_blocks else layer.window,
                 local=layer.window if in_blocks else None,
+                chosen=layer.chosen,
                 softcap=getattr(self._parts.text_config, "attn_logit_softcapping", None),
                 dtype=dtype,
             )

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sppo_hf.engine.attention_interface import chunked_attention
 from sppo_hf.engine.chunk_context import Attended, ChunkContext
+from sppo_hf.engine.indexer import indexers_in_tiles
 from sppo_hf.engine.model_parts import without_cached_weights
 from sppo_hf.engine.read_tensors import ReadTensors, Versions
 from sppo_hf.engine.recurrent_state import LayerStates, StateKey, States, separate_documents
@@ -205,6 +206,7 @@ class RecomputedLayer:
         # Set by `open`, or during forward:
         self._hidden: SavedTensor | None = None
         self._attention: tuple[SavedTensor, SavedTensor] | None = None
+        self._choice: SavedTensor | None = None
         self._input_states: States = {} if states is None else states.before
         self._states: dict[StateKey, tuple[SavedTensor, bool]] = {}
         self._matmuls: tuple[Matmul, ...] | None = None
@@ -226,6 +228,7 @@ class RecomputedLayer:
         self._attends = False
         """Whether attention runs in the rerun now, outside of its mode."""
         self._attention_results: tuple[Tensor, Tensor] | None = None
+        self._chosen: Tensor | None = None
         self._exchanged: RecomputeExchanges | None = None
         self._recomputed: dict[int, Tensor] | None = None
 
@@ -354,6 +357,22 @@ class RecomputedLayer:
             self._attends = False
             self._rerun_mode.__enter__()
 
+    def begin_choice(self) -> None:
+        """An indexer begins to choose keys, outside of the layer's dispatch mode."""
+        if self._recorder is not None:
+            self._recorder.pause()
+
+    def end_choice(self, indices_BCS: Tensor | None) -> None:
+        """Save what an indexer has chosen; None for all keys that a query sees."""
+        if indices_BCS is not None:
+            self._choice = self._hold("chosen keys", indices_BCS)
+        if self._recorder is not None:
+            self._recorder.start()
+
+    def chosen(self) -> Tensor | None:
+        """Return in a rerun what `end_choice` took."""
+        return self._chosen
+
     # -- modules of the layer that run in tiles ------------------------------------------------
 
     def run_tiles(
@@ -442,6 +461,8 @@ class RecomputedLayer:
             hidden = self._hidden.take().detach().requires_grad_(self._hidden_requires_grad)
             if self._attention is not None:
                 self._attention_results = (self._attention[0].take(), self._attention[1].take())
+            if self._choice is not None:
+                self._chosen = self._choice.take()
             states: States = {
                 key: saved.take().detach().requires_grad_(needs_grad)
                 for key, (saved, needs_grad) in self._states.items()
@@ -453,7 +474,7 @@ class RecomputedLayer:
                 mode = SelectiveReplayer(self._matmuls, width=hidden.shape[-1], label=self.label)
             recomputed = self._rerun(hidden, states, mode, kind)
         finally:
-            self._attention_results = self._exchanged = None
+            self._attention_results = self._exchanged = self._chosen = None
             self._release()
         self._check_repeated(recomputed)
         return recomputed
@@ -478,9 +499,14 @@ class RecomputedLayer:
                 key: borrowed.enter_context(saved.borrow())
                 for key, (saved, _) in self._states.items()
             }
+            if self._choice is not None:
+                self._chosen = borrowed.enter_context(self._choice.borrow())
             kind = ("keys and values", self._kind())  # queries are not needed here
             mode = self._unused_matmuls_mode(hidden, kind)
-            k_BKCH, v_BKCH = self._rerun(hidden, states, mode, kind, to_kv=True)
+            try:
+                k_BKCH, v_BKCH = self._rerun(hidden, states, mode, kind, to_kv=True)
+            finally:
+                self._chosen = None
         return k_BKCH, v_BKCH
 
     def _rerun(
@@ -567,6 +593,7 @@ class RecomputedLayer:
             chunked_attention(context),
             self.in_tiles(self.layer, args[0] if args else kwargs["hidden_states"], self),
             separate_documents(self.layer, context.states),
+            indexers_in_tiles(self.layer),
             self.around_layers(),
         ):
             # `forward`, not a call: hooks (ours, FSDP's) belong to the first forward.
@@ -613,13 +640,16 @@ class RecomputedLayer:
         if self._hidden is not None:
             yield self._hidden
         yield from self._attention or ()
+        if self._choice is not None:
+            yield self._choice
         yield from (saved for saved, _ in self._states.values())
         yield from (matmul.output for matmul in self._matmuls or () if matmul.output is not None)
 
     def _release(self) -> None:
         for saved in self._saved_tensors():
             saved.drop()
-        self._hidden = self._attention = self._matmuls = self._read_arguments = None
+        self._hidden = self._attention = self._choice = None
+        self._matmuls = self._read_arguments = None
         self._states = {}
         self._arguments = ((), {})
 

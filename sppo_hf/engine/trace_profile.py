@@ -53,6 +53,7 @@ from sppo_hf.attention.kv_cache import Keep, LayerKV
 from sppo_hf.attention.segments import AttentionSegment, Block
 from sppo_hf.engine.attention_interface import MaskMeaning, chunked_attention
 from sppo_hf.engine.chunk_context import ChunkContext
+from sppo_hf.engine.indexer import CHOSEN, IndexKeys, indexers_in_tiles, indexers_of
 from sppo_hf.engine.layer_kernels import like_kernels
 from sppo_hf.engine.mixer_kernels import torch_code_alone
 from sppo_hf.engine.model_parts import (
@@ -386,6 +387,10 @@ def _layer_calls(parts: ModelParts, tokens: int, training: Training) -> list[_La
     except CannotRunByLayer as error:
         raise (error.__cause__ or error) from None
     stored_keys: dict[int | None, Tensor] = {}
+    for index, layer in enumerate(parts.layers):
+        if CHOSEN in calls[index][1] and not indexers_of(layer):
+            # An earlier layer's indexer, which did not run, has chosen.
+            calls[index][1][CHOSEN] = torch.zeros(1, tokens, tokens, dtype=torch.int32)
     return [
         _LayerCall(layer, *calls[index], stored_keys) for index, layer in enumerate(parts.layers)
     ]
@@ -482,6 +487,9 @@ def _trace_layer(
             graph_nodes=round(few - nodes_per_token * lengths[0]),
             graph_nodes_per_1024=round(1024 * nodes_per_token),
             scans=any(kind == "recurrent" for kind, *_ in runs[1].states),
+            index_heads=sum(x.n_heads for x in runs[1].indexers),
+            index_head_size=max((x.head_dim for x in runs[1].indexers), default=0),
+            index_bytes=runs[1].index_bytes,
             returns_more=runs[1].returns_more,
             **per_token,
             largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
@@ -621,6 +629,9 @@ class _LayerRun:
         self._late: set[int | None] = set()
         """Storages saved behind the first matmul that follows attention."""
         self._attending_child: str | None = None
+        self.indexers: tuple[Any, ...] = indexers_of(call.layer)
+        self._matmuls_to_choice = 0
+        self._index_keys = IndexKeys(tokens)
         self._router_logits: list[Tensor] = []
         self._out = self.hidden
         self.returns_more = False
@@ -662,6 +673,34 @@ class _LayerRun:
         self._recorder.add_inputs(out_BNCH, lse_BNC)
         self._counter.trackers.append(self._recorder)
 
+    def begin_choice(self) -> None:
+        """Pause counting while an indexer runs.
+
+        It has no backward and does not run again, and its scores grow with the keys.
+        """
+        self._matmuls_to_choice = len(self._counter.matmuls)
+        self._counter.trackers.remove(self._recorder)
+        self._counter.trackers.remove(self._unused_finder)
+
+    def end_choice(self, indices_BCS: Tensor | None) -> None:
+        del self._counter.matmuls[self._matmuls_to_choice :]
+        self._counter.trackers += (self._unused_finder, self._recorder)
+
+    def chosen(self) -> None:
+        """Nothing: the layer is not rerun."""
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes per token of an indexer's keys, or of the choice that an earlier one has made."""
+        kwargs, element = self._kwargs, self.hidden.element_size()
+        given = self._chosen_bytes if kwargs.get(CHOSEN) is not None else 0
+        return given + sum(x.head_dim * element for x in self.indexers)
+
+    @property
+    def _chosen_bytes(self) -> int:
+        """Bytes of what is chosen for a query of a sequence that is long enough for a choice."""
+        return getattr(self._parts.text_config, "index_topk", 0) * torch.int32.itemsize
+
     def forward(self) -> dict[str, int]:
         """Run the layer's forward; returns totals by the names of `LayerProfile`'s fields."""
         with _autocast(self._training):
@@ -675,11 +714,16 @@ class _LayerRun:
         self.largest_bytes = max([self.largest_bytes, *held_bytes, *saved_bytes])
         found = self._unused_finder.result()
         unused = () if found is None else found.is_unused
-        inputs_bytes = self.hidden.nbytes + self._attention_bytes
+        tokens = self.kv.tokens
+        index_weights = sum(
+            x.numel() for indexer in self.indexers for x in indexer.parameters() if x.ndim > 1
+        )
+        chosen_bytes = self._chosen_bytes * len(self.indexers) * tokens
+        inputs_bytes = self.hidden.nbytes + self._attention_bytes + chosen_bytes
         tiled_bytes, tile_bytes = self._bytes_in_tiles(sum(saved_bytes))
         recorded_thick = iter(recorded)
         return {
-            "forward_flops": sum(x.flops for x in matmuls),
+            "forward_flops": sum(x.flops for x in matmuls) + 2 * index_weights * tokens,
             "weight_gradient_flops": sum(x.flops for x in matmuls if x.is_trained),
             "inputs_recompute_flops": sum(
                 x.flops
@@ -694,7 +738,7 @@ class _LayerRun:
             ),
             "inputs_bytes": inputs_bytes,
             "matmuls_bytes": inputs_bytes + sum(held_bytes),
-            "whole_bytes": sum(saved_bytes),
+            "whole_bytes": sum(saved_bytes) + chosen_bytes,
             **self._rerun_bytes(set(map(storage_key, held))),
             "mlp_width": sum(
                 x.num_inputs
@@ -801,11 +845,13 @@ class _LayerRun:
             choose_backend=self.kv.choose_backend,
             stash=self,
             states=self._states,
+            index_keys=self._index_keys,
         )
         with (
             chunked_attention(context),
             saved_tensors_hooks(self._save, lambda packed: packed[0]),
             self._observing_tile_calls(),
+            indexers_in_tiles(self._layer),
             # Its hooks come last: modules with hooks of others inside do not run in tiles.
             _routers_seen(self._parts, self._layer) as self._router_logits,
             self._counter.counting(),

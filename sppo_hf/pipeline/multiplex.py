@@ -61,6 +61,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from sppo_hf.engine.indexer import indexers_of
 from sppo_hf.engine.model_parts import ModelParts
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.errors import UnsupportedModelError
@@ -111,6 +112,12 @@ def check_shareable_units(parts: ModelParts, layers: Iterable[LayerProfile], pp_
         ConfigError: Heads cannot be divided among the ranks of every set.
         UnsupportedModelError: Layers carry a state along the tokens.
     """
+    if any(map(indexers_of, parts.layers)):
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be trained with pp_msp='on': its layers have indexers, which "
+            "choose keys for all of a chunk's tokens. Allowed: models whose queries read all keys "
+            "that they see. Remedy: pp_msp='off'."
+        )
     if parts.has_recurrent_state:
         raise UnsupportedModelError(
             f"{parts.name} cannot be trained with pp_msp='on': it has recurrent or convolutional "

@@ -131,11 +131,11 @@ class ClusterRequest:
     def sequence_parallel(self) -> tuple[int, ...]:
         """Sizes of sequence-parallel groups that this model can be run on.
 
-        They must divide the heads of every layer; recurrent layers cannot be divided.
+        They must divide the heads of every layer; recurrent layers and indexers cannot be divided.
         """
         shape = self.cost.shape
         heads = {shape.layers[i].num_heads for i in shape.layer_kinds}
-        divides = not shape.has_recurrent_state and all(heads)
+        divides = shape.tokens_can_be_shared and all(heads)
         return tuple(
             sp
             for sp in self.space.sp
@@ -145,12 +145,13 @@ class ClusterRequest:
     def can_run(self, layout: Layout) -> bool:
         """Returns whether the runtime can run a layout.
 
-        No sequence-parallel groups share units, and no classifier is cut into stages.
+        No sequence-parallel groups share units. Neither a classifier is cut into stages, nor a
+        model whose layers give the next one more than hidden states.
         """
         shape = self.cost.shape
         if layout.sharded and self.fsdp2_refusal:
             return False
-        if layout.stages > 1 and shape.head_width is not None:
+        if layout.stages > 1 and (shape.head_width is not None or shape.by_layer_refusal):
             return False
         if layout.order == "by_layer" and layout.kv_tier != "device":
             # K/V that other layers read stay until all of these have run.

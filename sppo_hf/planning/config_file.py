@@ -293,14 +293,22 @@ def bypasses_attention_interface(name: str) -> bool:
     """
     if name not in OWN_ATTENTION:
         return False
+    code = _model_code(name)
+    return code is None or "_supports_attention_backend = True" not in code
+
+
+@functools.cache
+def _model_code(name: str) -> str | None:
+    """The installed model file of a family, as text; None if there is none."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
-        return True
-    module = name.replace("-", "_")
-    path = Path(spec.origin).with_name("models") / module / f"modeling_{module}.py"
-    if not path.is_file():
-        return True
-    return "_supports_attention_backend = True" not in path.read_text(encoding="utf-8")
+        return None
+    models = Path(spec.origin).with_name("models")
+    # The type of a text decoder ends with "_text".
+    modules = (name.replace("-", "_"), name.replace("-", "_").removesuffix("_text"))
+    paths = (models / module / f"modeling_{module}.py" for module in modules)
+    found = next((path for path in paths if path.is_file()), None)
+    return None if found is None else found.read_text(encoding="utf-8")
 
 
 NO_LAYERS = (
@@ -326,20 +334,23 @@ OTHER_FAMILIES = {
 """Families that are refused for a reason of their own, and the reason."""
 
 ATTENTION_LAYER_TYPES = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "indexed_attention"}
 )
-"""Entries of `layer_types` that are softmax attention over earlier keys: all of them, a window, or
-those of the query's own block; "attention" is what older files say for all."""
+"""Entries of `layer_types` that are softmax attention over earlier keys: all of them, a window,
+those of the query's own block, or those that an indexer chooses; "attention" is what older files
+say for all."""
 
 
 def indexer_reason(text: object) -> str | None:
-    """Why sparse attention whose keys an indexer chooses (DeepSeek V3.2, GLM 5) is refused.
+    """Why sparse attention is refused whose keys an indexer chooses; None where it is not.
 
-    Within `index_topk` tokens it would choose all keys; but its scores of all pairs, and the mask
-    that it makes of them, are the family's own code, which computes with whole masks. A length at
-    which it chooses at all needs the indexer's keys of all chunks before. `text` is the decoder's
-    config.
+    DeepSeek V3.2's and those like it give attention the chosen keys' numbers as `indices`, which
+    `sppo_hf.engine.indexer` takes. In others the model's own code makes a mask of its choice, or a
+    choice of blocks. `text` is the decoder's config.
     """
+    code = _model_code(family(text))
+    if code is not None and "update_indexer" in code and re.search(r"\bindices=", code):
+        return None
     for field in ("index_topk", "index_topk_blocks", "indexer_budget"):
         value = getattr(text, field, None)
         if isinstance(value, int) and value > 0:
@@ -405,7 +416,7 @@ def _reason(config: object) -> str | None:
     if known := next((STATE_REASONS[name] for name in families if name in STATE_REASONS), None):
         return known
     indexed = indexer_reason(text)
-    if foreign and indexed:
+    if indexed and (foreign or "indexed_attention" in names):
         return indexed
     if foreign:
         seen = ", ".join(map(str, foreign[:5]))

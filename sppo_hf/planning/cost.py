@@ -214,9 +214,9 @@ class ModelCost:
         if key not in self._memo:
             tokens = end - start
             linear = self._linear_seconds(self.shape.linear_flops_per_token(layer), tokens, tile)
-            attention = self._pairs_flops(shape, start, end) / self._rate(
-                self.profile.attention_forward_flops, tokens
-            )
+            pairs = self._pairs_flops(shape, start, end)
+            pairs += self.batch_rows * shape.index_flops_per_key * _pairs(shape, start, end)
+            attention = pairs / self._rate(self.profile.attention_forward_flops, tokens)
             busy = linear + attention + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
             busy += self._adapter_seconds(layer, tokens, _ADAPTER_FORWARD_PASSES)
             seconds = max(busy, self._launches(tokens, tile) * self.profile.launch_seconds)
@@ -361,8 +361,7 @@ class ModelCost:
         return self.batch_rows * self.shape.tokens_per_rank(tokens)
 
     def _pairs_flops(self, shape: LayerProfile, start: int, end: int) -> float:
-        pairs = visible_pairs(end, shape.window) - visible_pairs(start, shape.window)
-        flops = self.batch_rows * shape.attention_flops_per_key * pairs
+        flops = self.batch_rows * shape.attention_flops_per_key * _pairs(shape, start, end)
         if self.sp == 1 or not shape.num_heads:
             return flops
         # Where there are more ranks than heads, several divide the queries of one head.
@@ -404,3 +403,8 @@ class ModelCost:
 
     def _rate(self, curves: dict[str, Curve], tokens: int) -> float:
         return curve_for(curves, self.dtype_name).at(tokens)
+
+
+def _pairs(layer: LayerProfile, start: int, end: int) -> int:
+    """Number of (query, visible key) pairs of the queries [start, end)."""
+    return visible_pairs(end, layer.window) - visible_pairs(start, layer.window)

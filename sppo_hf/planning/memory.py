@@ -27,7 +27,12 @@ from sppo_hf.planning.decisions import Batch, Decisions
 from sppo_hf.planning.model_profile import FLOAT32_BYTES, LayerProfile
 from sppo_hf.planning.model_shape import ModelShape
 from sppo_hf.planning.tiers import TIERS, Tier
-from sppo_hf.planning.tile_sizes import MAX_COPIED_BYTES, parallel_heads
+from sppo_hf.planning.tile_sizes import (
+    BIAS_BYTES,
+    INDEX_TILE_BYTES,
+    MAX_COPIED_BYTES,
+    parallel_heads,
+)
 from sppo_hf.rules import format_bytes
 
 
@@ -70,6 +75,7 @@ class Cause(StrEnum):
     INPUTS = "skeletons", "layer inputs", "and attention outputs, to recompute the rest", "", 0.7
     HIDDEN = "hidden", "hidden states", "at the final norm and the loss, embeddings", "#56B4E9"
     ROUTERS = "routers", "routers", "probabilities of experts, for the routers' loss", "#A6761D"
+    INDEX = "index", "index", "indexers' keys, and choices that several layers read", "#7A9A01"
     GRAPH = "graph", "graph", "autograd's nodes, where host memory is the device's", "#8C6BB1"
     MESSAGES = "messages", "messages", "between stages, sent or received", "#B5B5B5"
     LOGITS_TILE = "logits_tile", "logits", "of one tile of the loss", "#D55E00"
@@ -632,14 +638,30 @@ class ByteTables:
                 sums = (1 + (self.starts > 0)) * layer.q_elements * self.lengths
                 joined = joined + sums * FLOAT32_BYTES // self.shape.dtype_bytes
             attention = self.lengths * (copies // 2) * per_query + full_width + joined
+            chosen = self._choice_bytes(layer, backward=backward)
             repeated = 2 * self._repeated_bytes(layer, keys_of_a_call) * backward
             size = self.shape.dtype_bytes * self.rows
             outside = self._at_once * mlp + full_width
             if not (on_cuda and backward):
                 outside = outside + joined
             token_wise.append(outside * size + (0 if on_cuda else repeated))
-            in_attention.append(attention * size + repeated)
+            in_attention.append(attention * size + repeated + chosen)
         return np.array(token_wise), np.array(in_attention)
+
+    def _choice_bytes(self, layer: LayerProfile, *, backward: bool) -> Bytes:
+        """Returns the bytes of an indexer's temporaries, or of those of attention to its choice.
+
+        The former are two tensors of a tile's scores and all index keys in float32, the latter a
+        bias with masks of its size. [chunks]
+        """
+        if not layer.chosen:
+            return np.zeros_like(self.ends)
+        pairs = self.rows * self.lengths * self.ends
+        bias = 3 * np.minimum(BIAS_BYTES, pairs * self.shape.dtype_bytes)
+        one_query = self.rows * layer.index_heads * self.ends * FLOAT32_BYTES
+        scores = np.minimum(np.maximum(INDEX_TILE_BYTES, one_query), one_query * self.lengths)
+        keys = self.rows * self.ends * layer.index_head_size * FLOAT32_BYTES
+        return bias if backward else np.maximum(bias, 2 * scores + keys)
 
     @property
     def _writes_over_saved(self) -> bool:
@@ -738,7 +760,13 @@ class ByteTables:
         Beside K/V and saved activations, whose tier is a decision. A cause that is added here is
         counted on one device and in pipelines.
         """
-        return {Cause.ROUTERS: self.routers, Cause.GRAPH: self.graph}
+        layers = self.shape.layers
+        index = _by_kind(lambda kind: layers[kind].index_bytes, self.kinds)
+        return {
+            Cause.ROUTERS: self.routers,
+            Cause.GRAPH: self.graph,
+            Cause.INDEX: self.training * self.rows * index * self.lengths,
+        }
 
     def embedding_gradient_bytes(self, size: int) -> int:
         """Returns the bytes of the embedding's gradient, `size` an element; 0 if it is frozen."""

@@ -181,8 +181,29 @@ class LayerProfile:
     scans: bool = False
     """Whether a mixer runs a recurrence over the tokens; if not, all state is a convolution's."""
 
+    index_heads: int = 0
+    """Heads of an indexer, which scores all visible keys to choose those that a query reads; 0 in a
+    layer without one."""
+
+    index_head_size: int = 0
+    """Elements of one head of an indexer, and of its key."""
+
+    index_bytes: int = 0
+    """Bytes on the device until backward of an indexer's keys, or of the choice of another layer's
+    indexer, which the layer gets. Its own choice is saved with the layer's inputs."""
+
     returns_more: bool = False
     """Whether the layer returns tensors besides hidden states, which the next layer takes."""
+
+    @property
+    def index_flops_per_key(self) -> int:
+        """Forward FLOPs of an indexer's score for one (query token, visible key) pair."""
+        return 2 * self.index_heads * (self.index_head_size + 1)
+
+    @property
+    def chosen(self) -> bool:
+        """Whether an indexer chooses the keys that queries read."""
+        return self.index_bytes > 0
 
     def rerun_bytes(self, saved: Saved) -> tuple[int, int]:
         """Returns the bytes that recomputation makes, and those of them saved before attention."""

@@ -499,6 +499,14 @@ class ModelShape:
         """Whether any layer carries a state from chunk to chunk."""
         return any(layer.state_bytes for layer in self.layers)
 
+    @property
+    def tokens_can_be_shared(self) -> bool:
+        """Whether ranks may share a sequence's tokens: only attention puts these together again.
+
+        Neither mixers with a state do, nor indexers.
+        """
+        return not any(layer.state_bytes or layer.index_bytes for layer in self.layers)
+
     def cast_bytes(self, layer: int) -> int:
         """Bytes of autocast copies of a layer's weights; 0 without autocast."""
         casts = self._parameter_bytes > self.dtype_bytes
@@ -539,7 +547,8 @@ def visible_pairs(total_tokens: int, window: int | None) -> int:
 def forward_flops(shape: ModelShape, batch_rows: int, total_tokens: int) -> int:
     """Model FLOPs of one forward over `batch_rows` rows of `total_tokens` tokens."""
     attention = sum(
-        layer.attention_flops_per_key * visible_pairs(total_tokens, layer.window)
+        (layer.attention_flops_per_key + layer.index_flops_per_key)
+        * visible_pairs(total_tokens, layer.window)
         for layer in shape.layers
     )
     return batch_rows * (shape.linear_flops_per_token() * total_tokens + attention)
@@ -552,10 +561,12 @@ def step_flops(shape: ModelShape, batch_rows: int, total_tokens: int) -> int:
     `ModelShape.backward_linear_flops_per_token` says which. Attention has no weights and twice its
     forward in backward. Recomputation is not counted.
     """
-    linear = shape.linear_flops_per_token() * total_tokens * batch_rows
-    attention = forward_flops(shape, batch_rows, total_tokens) - linear
-    backward = shape.backward_linear_flops_per_token() * total_tokens * batch_rows
-    return linear + backward + 3 * attention
+    attention = sum(
+        layer.attention_flops_per_key * visible_pairs(total_tokens, layer.window)
+        for layer in shape.layers
+    )
+    backward = shape.backward_linear_flops_per_token() * total_tokens + 2 * attention
+    return forward_flops(shape, batch_rows, total_tokens) + backward * batch_rows
 
 
 def layer_step_flops(shape: ModelShape, total_tokens: int) -> tuple[list[int], int]:

@@ -44,6 +44,20 @@ def loss_tile_tokens(
     return max(64, tokens // 64 * 64)
 
 
+INDEX_TILE_BYTES = 2**28
+"""Maximum bytes of an indexer's scores at once, of one query at least. Its own code makes another tensor of that size of them, and
+copies all index keys to float32, which takes little time beside this many products."""
+
+
+BIAS_BYTES = 2**27
+"""Maximum bytes of the bias by which an attention kernel leaves out keys that were not chosen."""
+
+
+def index_tile_tokens(rows: int, num_heads: int, num_keys: int) -> int:
+    """Returns the queries of a row for which an indexer's heads score `num_keys` keys at once."""
+    return max(1, INDEX_TILE_BYTES // (rows * num_heads * num_keys * FLOAT32_BYTES))
+
+
 LAYER_TILES_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
 """Tile sizes in tokens for token-wise modules of a layer: longer tiles make no kernel faster,
 shorter ones save little beside what a layer holds over all tokens."""

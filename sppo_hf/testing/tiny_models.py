@@ -106,6 +106,12 @@ _SIZES: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
+    # Indexers: few keys chosen, and heads enough that hardly a score is zero, as equal scores leave
+    # open which keys are chosen.
+    "index_topk": 8,
+    "index_kpool": 4,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
     # State-space and linear-attention families: scans of several blocks, of few tokens each.
     "chunk_size": 8,
     "mamba_chunk_size": 8,
@@ -188,6 +194,8 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
             settings[name] = None if _optional(config, name) else 0
     settings |= _shrink_heads(original)
     settings |= _shrink_layers(original, getattr(config, "num_hidden_layers", None))
+    if indexers := settings.get("indexer_types"):
+        settings["indexer_types"] = ["full", *indexers[1:]]  # a first layer has none to share
     rope = original.get("rope_parameters")
     if isinstance(rope, dict):
         settings["rope_parameters"] = _shrink_rope(rope)
@@ -273,7 +281,7 @@ def _shrink_layers(original: Mapping[str, Any], layers: int | None) -> dict[str,
         same = name in _SIZES
         chosen_values = [_SIZES[name] if same else values[layer] for layer in chosen]
         settings[name] = _as_stored(name, chosen_values)
-    if own:
+    if "per_layer_config" in original:  # an empty one is not what a class puts in its place
         settings["per_layer_config"] = {
             index: _shrink_own(own[layer]) for index, layer in enumerate(chosen) if layer in own
         }

@@ -85,7 +85,7 @@ REFUSED = {
     "opt": "no list of decoder layers",
     "qwen4_exp_text": "an indexer of its own|indexed_attention|sparse_attention",
     **dict.fromkeys(
-        ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "glm5_next"),
+        ("deepseek_v4", "glm5_next"),
         "an indexer of its own chooses the keys.*index_topk=",
     ),
     "diffllama": "attends twice",

@@ -137,7 +137,7 @@ def _families(layers: int) -> list[Case]:
 
 
 def _states() -> list[Case]:
-    """Recurrent and convolutional states, which stay on their rank; one family of each mixer."""
+    """States and index keys, which stay on their rank; one family of each mixer."""
     chunks = {"chunk_lengths": [1, 4, 2, 16]}
     # Other cases have several groups of rows.
     together = chunks if ALL else {**chunks, "micro_batch_size": 2}
@@ -155,6 +155,7 @@ def _states() -> list[Case]:
         _case("convolutions, LoRA", "lfm2", lora=True, rows=2, settings=zb),
         _case("layers of experts alone", "nemotron_h", rows=2, settings=together),
         _case("Kimi delta attention", "kimi_linear", rows=2, padding=[0, 9], settings=recompute),
+        _case("an indexer, zb", "deepseek_v32", rows=2, padding=[0, 9], settings=zb),
     ]
 
 
@@ -350,6 +351,7 @@ def every_family() -> list[Case]:
     # They ask for the embedding of an image token, which tiny ones do not have.
     uncut = {"gemma4", "gemma4_unified"}
     uncut |= {"llama4"}
+    uncut |= {"glm_moe_dsa", "hy_v4"}  # layers return what an indexer has chosen
     uncut |= {n for n, f in FAMILIES.items() if bypasses_attention_interface(f.model_type)}
     schedules = ("seq1f1b", "zb_seq1f1b")
     names = [n for n, f in FAMILIES.items() if f.model_type in PROVED and n not in uncut]
@@ -540,7 +542,7 @@ _FOLLOWED_BY_REPLICAS = (
 _IN_OTHERS = ("own loss: tied", "step: scaled")
 """Names of those of which two ranks have all in "few labels", of Gemma 2, and "changed scale"."""
 _ALSO = (
-    *("states: Mamba2, zb", "states: Kimi delta attention"),
+    *("states: Mamba2, zb", "states: Kimi delta attention", "states: an indexer, zb"),
     *("beside: shared keys, offloaded", "beside: streams, offloaded, zb"),
 )
 """Names of the only ones of their kind."""

@@ -48,9 +48,14 @@ from sppo_hf.attention.backends.base import (
     Mask,
     Scores,
     accumulation_dtype,
+    chosen_mask,
     empty_forward,
     merge_into,
 )
+from sppo_hf.planning.tile_sizes import BIAS_BYTES
+
+_BIAS_MULTIPLE = 16
+"""Elements of which a row of a bias has a multiple in memory: CUTLASS reads 16 bytes at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +287,9 @@ class TopLeftBackend(Backend):
     widens = False
     """Whether the kernel calls return results in the accumulation dtype."""
 
+    takes_bias = False
+    """Whether the kernel calls take a bias on the scores, without which no keys can be left out."""
+
     most_elements: int | None = None
     """Elements from a call's first key to its last that the kernel can count; None for any."""
 
@@ -291,12 +299,26 @@ class TopLeftBackend(Backend):
 
     @abstractmethod
     def kernel_forward(
-        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        bias_B1CT: Tensor | None = None,
     ) -> AttentionOutput:
-        """Attend to all keys, or (only if C = T) causally."""
+        """Attend to all keys, or (only if C = T) causally; with a bias only if `takes_bias`."""
 
     @abstractmethod
-    def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
+    def kernel_backward(
+        self,
+        given: BackwardInputs,
+        *,
+        causal: bool,
+        scale: float,
+        bias_B1CT: Tensor | None = None,
+    ) -> Gradients:
         """Gradient of `kernel_forward` given merged values."""
 
     @torch.no_grad()
@@ -304,6 +326,8 @@ class TopLeftBackend(Backend):
         self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **scores: Unpack[Scores]
     ) -> AttentionOutput:
         """See `Backend.forward`."""
+        if scores.get("chosen_BCS") is not None:
+            return self._forward_chosen(q_BNCH, k_BKTH, v_BKTH, scores)
         num_rows, scale = q_BNCH.shape[2], scores["scale"]
         rectangles = self._cut(scores, num_rows, k_BKTH, v_BKTH)
         if not q_BNCH.shape[0]:
@@ -333,6 +357,8 @@ class TopLeftBackend(Backend):
     def backward(self, *given: Tensor, **scores: Unpack[Scores]) -> Gradients:
         """See `Backend.backward`."""
         inputs = BackwardInputs(*given)
+        if scores.get("chosen_BCS") is not None:
+            return self._backward_chosen(inputs, scores)
         _, q_BNCH, k_BKTH, v_BKTH, *_ = inputs
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
         rectangles = self._cut(scores, q_BNCH.shape[2], k_BKTH, v_BKTH)
@@ -353,6 +379,42 @@ class TopLeftBackend(Backend):
             _write(dk_BKTH[:, :, rectangle.keys], grads.dk_BKTH, first=first[1])
             _write(dv_BKTH[:, :, rectangle.keys], grads.dv_BKTH, first=first[1])
         return Gradients(dq_BNCH.to(q_BNCH.dtype), dk_BKTH, dv_BKTH)
+
+    def _forward_chosen(
+        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, scores: Scores
+    ) -> AttentionOutput:
+        """Attend to those keys of the band that were chosen."""
+        out_BNCH, lse_BNC = empty_forward(q_BNCH, v_BKTH.shape[3])
+        for tile in _tiles_of_chosen(q_BNCH, k_BKTH, scores):
+            kernel = functools.partial(
+                self.kernel_forward, causal=False, scale=scores["scale"], bias_B1CT=tile.bias_B1ct
+            )
+            rows, keys = tile.extent.rows, tile.extent.keys
+            q, k, v = q_BNCH[:, :, rows], k_BKTH[:, :, keys], v_BKTH[:, :, keys]
+            out, lse = adapted_forward(kernel, q, k, v, needs=self.needs, unmasked=False)
+            blind_B1c = tile.blind_Bc[:, None]
+            out_BNCH[:, :, rows] = out.masked_fill(blind_B1c[..., None], 0.0)
+            lse_BNC[:, :, rows] = lse.masked_fill(blind_B1c, float("-inf"))
+        return AttentionOutput(out_BNCH, lse_BNC)
+
+    def _backward_chosen(self, given: BackwardInputs, scores: Scores) -> Gradients:
+        """Gradient of `_forward_chosen`."""
+        sums_dtype = accumulation_dtype(given.q.dtype)
+        dq_BNCH = torch.zeros_like(given.q)
+        dk_BKTH, dv_BKTH = (torch.zeros_like(x, dtype=sums_dtype) for x in (given.k, given.v))
+        for tile in _tiles_of_chosen(given.q, given.k, scores):
+            kernel = functools.partial(
+                self.kernel_backward, causal=False, scale=scores["scale"], bias_B1CT=tile.bias_B1ct
+            )
+            part = _parts(given, tile.extent)
+            # With a log-sum-exp of +inf all probabilities are zero.
+            lse = part.lse.masked_fill(tile.blind_Bc[:, None], float("inf"))
+            part = part._replace(lse=lse)
+            grads = adapted_backward(kernel, part, needs=self.needs, unmasked=False)
+            dq_BNCH[:, :, tile.extent.rows] = grads.dq_BNCH
+            dk_BKTH[:, :, tile.extent.keys] += grads.dk_BKTH
+            dv_BKTH[:, :, tile.extent.keys] += grads.dv_BKTH
+        return Gradients(dq_BNCH, dk_BKTH, dv_BKTH)
 
     def _cut(
         self, scores: Scores, num_rows: int, k_BKTH: Tensor, v_BKTH: Tensor
@@ -389,6 +451,46 @@ class TopLeftBackend(Backend):
         kernel = functools.partial(self.kernel_backward, causal=not unmasked, scale=scale)
         grads = adapted_backward(kernel, turned, needs=self.needs, unmasked=unmasked)
         return Gradients(*(_turn(grad, form) for grad in grads))
+
+
+class _TileOfChosen(NamedTuple):
+    """Some rows with the keys that any of them may see, and what hides the others."""
+
+    extent: Extent
+    bias_B1ct: Tensor
+    """0 for what a row reads, -inf for what it does not."""
+    blind_Bc: Tensor
+    """Which rows read none of these keys. Theirs is 0 for the first key: kernels divide by the sum
+    of a row's probabilities, and what they give for these rows is not used."""
+
+
+def _tiles_of_chosen(q_BNCH: Tensor, k_BKTH: Tensor, scores: Scores) -> Iterator[_TileOfChosen]:
+    """Yield tiles of all rows that see keys of the band, as many as `BIAS_BYTES` allow."""
+    band, chosen_BCS = scores["band"], scores.get("chosen_BCS")
+    assert isinstance(band, CausalBand), "these kernels take one document at a time"
+    assert chosen_BCS is not None, "keys were chosen"
+    num_batch, _, num_rows, _ = q_BNCH.shape
+    num_keys, device = k_BKTH.shape[2], q_BNCH.device
+    tile_rows = max(1, BIAS_BYTES // max(1, num_batch * num_keys * q_BNCH.element_size()))
+    for first in range(0, num_rows if num_batch else 0, tile_rows):
+        shifted = CausalBand(band.q_start + first, band.window)
+        seen = shifted.trim(min(tile_rows, num_rows - first), num_keys)
+        if seen.empty:
+            continue
+        start, stop = first + seen.row_start, first + seen.row_stop
+        extent = Extent(start, stop, seen.key_start, seen.key_stop)
+        position_c1 = band.q_start + torch.arange(start, stop, device=device)[:, None]
+        key_t = torch.arange(seen.key_start, seen.key_stop, device=device)
+        in_band_ct = key_t <= position_c1
+        if band.window is not None:
+            in_band_ct &= key_t > position_c1 - band.window
+        reads_Bct = chosen_mask(chosen_BCS[:, extent.rows], extent.keys) & in_band_ct
+        blind_Bc = ~reads_Bct.any(dim=-1)
+        reads_Bct[..., 0] |= blind_Bc
+        padded = -(-len(key_t) // _BIAS_MULTIPLE) * _BIAS_MULTIPLE
+        bias_Bct = q_BNCH.new_zeros(*reads_Bct.shape[:2], padded)
+        bias_Bct = bias_Bct[..., : len(key_t)].masked_fill_(~reads_Bct, float("-inf"))
+        yield _TileOfChosen(extent, bias_Bct[:, None], blind_Bc)
 
 
 def _parts(given: BackwardInputs, extent: Extent) -> BackwardInputs:

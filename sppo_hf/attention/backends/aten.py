@@ -147,6 +147,7 @@ class CPUFlash(TopLeftBackend):
     """
 
     widens = True
+    takes_bias = True
 
     def __init__(self, *, grouped_heads: bool = True, tile_rows: int = 512) -> None:
         """Make one; for `tile_rows` see `cut_band`."""
@@ -154,31 +155,47 @@ class CPUFlash(TopLeftBackend):
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CPU tensors of the usual dtypes, without soft cap."""
-        return missing_kernel(requirement, "cpu", _CPU_DTYPES)
+        return missing_kernel(requirement, "cpu", _CPU_DTYPES, chosen=True)
 
     def kernel_forward(
-        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        bias_B1CT: Tensor | None = None,
     ) -> AttentionOutput:
         """See `TopLeftBackend.kernel_forward`."""
         dtype = accumulation_dtype(q_BNCH.dtype)
         q, k, v = q_BNCH.to(dtype), k_BKTH.to(dtype), v_BKTH.to(dtype)
+        bias = None if bias_B1CT is None else bias_B1CT.to(dtype)
         return AttentionOutput(
             *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, scale=scale
+                q, k, v, 0.0, causal, attn_mask=bias, scale=scale
             )
         )
 
-    def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
+    def kernel_backward(
+        self,
+        given: BackwardInputs,
+        *,
+        causal: bool,
+        scale: float,
+        bias_B1CT: Tensor | None = None,
+    ) -> Gradients:
         """See `TopLeftBackend.kernel_backward`."""
         dtype = accumulation_dtype(given.q.dtype)
         dout, q, k, v, out = (x.to(dtype) for x in given[:5])
+        bias = None if bias_B1CT is None else bias_B1CT.to(dtype)
         rows, num_heads, num_kv_heads = *q.shape[:2], k.shape[1]
         heads = parallel_heads(rows, num_heads, num_kv_heads, torch.get_num_threads())
         copied = rows * heads * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
         if heads > num_kv_heads and copied <= MAX_COPIED_BYTES:
             k, v = repeat_heads(k, heads), repeat_heads(v, heads)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, given.lse, 0.0, causal, scale=scale
+            dout, q, k, v, out, given.lse, 0.0, causal, attn_mask=bias, scale=scale
         )
         dk, dv = (sum_repeated_heads(x, num_kv_heads) for x in (dk, dv))
         return Gradients(dq, dk, dv)
@@ -230,7 +247,14 @@ class CuDNN(TopLeftBackend):
         return reason
 
     def kernel_forward(
-        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        bias_B1CT: Tensor | None = None,
     ) -> AttentionOutput:
         """See `TopLeftBackend.kernel_forward`."""
         if _is_single(q_BNCH, k_BKTH):
@@ -244,7 +268,14 @@ class CuDNN(TopLeftBackend):
         self._lse_rank = lse.dim()
         return AttentionOutput(out_BNCH, lse.squeeze(-1) if lse.dim() == 4 else lse)
 
-    def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
+    def kernel_backward(
+        self,
+        given: BackwardInputs,
+        *,
+        causal: bool,
+        scale: float,
+        bias_B1CT: Tensor | None = None,
+    ) -> Gradients:
         """See `TopLeftBackend.kernel_backward`."""
         if _is_single(given.q, given.k):
             band = _band(given.k, causal=causal)
@@ -329,6 +360,7 @@ class Efficient(TopLeftBackend):
     """
 
     most_elements = 2**31 - 1
+    takes_bias = True
 
     def __init__(self, *, aten: Any = None) -> None:
         """Make one; `aten` has the two operators, None for PyTorch's own."""
@@ -337,18 +369,34 @@ class Efficient(TopLeftBackend):
 
     def reason_unsupported(self, requirement: AttentionSpec) -> str | None:
         """CUDA, 16 or 32 bits, no soft cap."""
-        return missing_kernel(requirement, "cuda", _EFFICIENT_DTYPES)
+        return missing_kernel(requirement, "cuda", _EFFICIENT_DTYPES, chosen=True)
 
     def kernel_forward(
-        self, q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, scale: float
+        self,
+        q_BNCH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        bias_B1CT: Tensor | None = None,
     ) -> AttentionOutput:
         """See `TopLeftBackend.kernel_forward`."""
         out_BNCH, lse, *_ = self._aten._scaled_dot_product_efficient_attention(
-            q_BNCH, k_BKTH, v_BKTH, None, True, 0.0, causal, scale=scale
+            *(q_BNCH, k_BKTH, v_BKTH, _for_all_heads(bias_B1CT, q_BNCH)),
+            *(True, 0.0, causal),
+            scale=scale,
         )
         return AttentionOutput(out_BNCH, lse[..., : q_BNCH.shape[2]])
 
-    def kernel_backward(self, given: BackwardInputs, *, causal: bool, scale: float) -> Gradients:
+    def kernel_backward(
+        self,
+        given: BackwardInputs,
+        *,
+        causal: bool,
+        scale: float,
+        bias_B1CT: Tensor | None = None,
+    ) -> Gradients:
         """See `TopLeftBackend.kernel_backward`."""
         # The kernel reads whole groups of rows; +inf gives the padding rows weight 0.
         missing = -given.lse.shape[2] % _LSE_MULTIPLE
@@ -360,7 +408,7 @@ class Efficient(TopLeftBackend):
         seed = torch.empty((), dtype=torch.int64, device=given.q.device)
         dq, dk, dv, _ = self._aten._scaled_dot_product_efficient_attention_backward(
             *given[:4],
-            None,
+            _for_all_heads(bias_B1CT, given.q),
             out_BNCH,
             lse,
             seed,
@@ -371,3 +419,7 @@ class Efficient(TopLeftBackend):
             scale=scale,
         )
         return Gradients(dq, dk, dv)
+
+
+def _for_all_heads(bias_B1CT: Tensor | None, q_BNCH: Tensor) -> Tensor | None:
+    return None if bias_B1CT is None else bias_B1CT.expand(-1, q_BNCH.shape[1], -1, -1)

@@ -2,9 +2,10 @@
 
 A backend is a stateless pair of functions: attention of one chunk's queries against keys and
 values, and its gradient. A `CausalBand` or `Documents` says which query sees which keys; there are
-no mask tensors.
+no mask tensors. Where an indexer has chosen, the numbers of the chosen keys are given.
 
-Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size.
+Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, S keys that a query
+may read, H head size.
 
 [Note: why merged values make backward exact]
 Where keys are split into parts, backward of a part depends on the other parts in two places only:
@@ -142,6 +143,9 @@ class Scores(TypedDict):
     """Factor on the scores."""
     softcap: NotRequired[float | None]
     """Cap of ``cap * tanh(score / cap)``, applied after `scale`; None for none."""
+    chosen_BCS: NotRequired[Tensor | None]
+    """Keys that each query reads of those of the band, int32; numbers that are no key's count for
+    nothing. None for all. Only where `AttentionSpec.chosen` says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +173,9 @@ class AttentionSpec:
     gqa_ratio: int = 1
     """Query heads per key/value head."""
 
+    chosen: bool = False
+    """An indexer chooses the keys that a query reads of those that it sees."""
+
     varied: bool = False
     """Rows are packed, padded or of many lengths, so shapes differ from batch to batch; "auto" then
     prefers kernels that do not build a plan for each shape."""
@@ -186,6 +193,7 @@ class AttentionSpec:
             softcap=softcap,
             window=layer.window is not None,
             gqa_ratio=layer.num_heads // layer.num_kv_heads,
+            chosen=layer.chosen,
         )
 
     def __str__(self) -> str:
@@ -200,6 +208,8 @@ class AttentionSpec:
             features.append("sliding window")
         if self.softcap:
             features.append("soft-capped scores")
+        if self.chosen:
+            features.append("chosen keys")
         if self.varied:
             features.append("varied lengths")
         device = self.device_type.upper()
@@ -350,6 +360,17 @@ def merge_into(out_BNCH: Tensor, lse_BNC: Tensor, other: AttentionOutput) -> Non
     lse_BNC.copy_(merged_BNC)
 
 
+def chosen_mask(chosen_BcS: Tensor, keys: slice) -> Tensor:
+    """Return which of `keys` are among the chosen ones, `[B, c, t]`."""
+    num_keys = keys.stop - keys.start
+    places_BcS = chosen_BcS.long() - keys.start
+    # One place more takes all numbers of other keys.
+    places_BcS.masked_fill_((places_BcS < 0) | (places_BcS >= num_keys), num_keys)
+    shape = (*chosen_BcS.shape[:2], num_keys + 1)
+    mask_Bct = torch.zeros(shape, dtype=torch.bool, device=chosen_BcS.device)
+    return mask_Bct.scatter_(-1, places_BcS, True)[..., :num_keys]
+
+
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -360,6 +381,7 @@ def missing_kernel(
     *,
     largest_head_size: int | None = None,
     softcap: bool = False,
+    chosen: bool = False,
 ) -> str | None:
     """Return why a kernel cannot serve the requirement, for `Backend.reason_unsupported`.
 
@@ -374,4 +396,6 @@ def missing_kernel(
         return f"has no kernel for {dtype}"
     if largest_head_size is not None and head_size > largest_head_size:
         return f"has no kernel for head size {head_size}, only up to {largest_head_size}"
+    if requirement.chosen and not chosen:
+        return "cannot leave out keys that an indexer has not chosen"
     return "cannot soft-cap scores" if requirement.softcap and not softcap else None

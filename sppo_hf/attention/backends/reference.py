@@ -4,8 +4,9 @@ Every other backend is compared with this one. Scores exist only for one tile of
 tile of keys, so memory is bounded for any sequence length. Sums run in float32, or in
 float64 for float64 inputs.
 
-Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, H head size; lower
-case c and t for the tokens of one tile, and R = N/K * c for a tile's queries grouped by key head.
+Shapes: B batch, N query heads, K key/value heads, C query tokens, T key tokens, S keys that a query
+may read, H head size; lower case c and t for the tokens of one tile, and R = N/K * c for a tile's
+queries grouped by key head.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from sppo_hf.attention.backends.base import (
     Mask,
     Scores,
     accumulation_dtype,
+    chosen_mask,
     empty_forward,
     merge_into,
     register_backend,
@@ -91,11 +93,12 @@ class Reference(Backend):
         out_BNCH, lse_BNC = empty_forward(q_BNCH, v_BKTH.shape[3])
         sums_dtype = accumulation_dtype(q_BNCH.dtype)
         out_BNCH = out_BNCH.to(sums_dtype)
+        chosen_BCS = scores.get("chosen_BCS")
         for rows, keys, seen in self._tiles(q_BNCH, k_BKTH, scores["band"]):
             q_BKRH = group_queries(q_BNCH[:, :, rows], num_kv_heads).to(sums_dtype)
             v_BKtH = v_BKTH[:, :, keys].to(sums_dtype)
             s_BKRt, _ = _scores(q_BKRH, k_BKTH[:, :, keys], scale, softcap)
-            _hide(s_BKRt, seen, rows, keys)
+            _hide(s_BKRt, seen, rows, keys, chosen_BCS)
             lse_BKR = torch.logsumexp(s_BKRt, dim=-1)
             p_BKRt = s_BKRt.sub_(_finite(lse_BKR).unsqueeze(-1)).exp_()
             part = AttentionOutput(
@@ -123,7 +126,7 @@ class Reference(Backend):
             lse_BKR = group_queries(lse_BNC[:, :, rows].unsqueeze(-1), num_kv_heads).squeeze(-1)
             k_BKtH = k_BKTH[:, :, keys].to(sums_dtype)
             s_BKRt, slope_BKRt = _scores(q_BKRH, k_BKtH, scale, softcap)
-            _hide(s_BKRt, seen, rows, keys)
+            _hide(s_BKRt, seen, rows, keys, scores.get("chosen_BCS"))
             p_BKRt = s_BKRt.sub_(_finite(lse_BKR.to(sums_dtype)).unsqueeze(-1)).exp_()
             dv_BKTH[:, :, keys] += p_BKRt.transpose(2, 3) @ dout_BKRH
             ds_BKRt = dout_BKRH @ v_BKTH[:, :, keys].to(sums_dtype).transpose(2, 3)
@@ -174,7 +177,9 @@ def _scores(
     return tanh_BKRt * softcap, 1.0 - tanh_BKRt.square_()
 
 
-def _hide(s_BKRt: Tensor, band: CausalBand, rows: slice, keys: slice) -> None:
+def _hide(
+    s_BKRt: Tensor, band: CausalBand, rows: slice, keys: slice, chosen_BCS: Tensor | None
+) -> None:
     device = s_BKRt.device
     position_c1 = band.q_start + torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
     key_t = torch.arange(keys.start, keys.stop, device=device)
@@ -182,4 +187,6 @@ def _hide(s_BKRt: Tensor, band: CausalBand, rows: slice, keys: slice) -> None:
     if band.window is not None:
         hidden_ct |= key_t <= position_c1 - band.window
     grouped = s_BKRt.view(*s_BKRt.shape[:2], -1, *hidden_ct.shape)
+    if chosen_BCS is not None:
+        hidden_ct = (hidden_ct | ~chosen_mask(chosen_BCS[:, rows], keys))[:, None, None]
     grouped.masked_fill_(hidden_ct, float("-inf"))

@@ -26,6 +26,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -250,6 +251,7 @@ TOLERANCE = {
 _SOFTCAP = 5.0
 _WINDOW_TOKENS = 50
 _KV_HEADS = 2
+_NUM_CHOSEN = 8
 
 _LOW_SCORE = -120.0
 """Approximate value of all scores in a case with low scores."""
@@ -339,14 +341,19 @@ def _compare(
         q, k = _lower_scores(q, k, generator)
     dout = random(heads, case.num_rows, requirement.v_head_size)
     other_out = random(heads, case.num_rows, requirement.v_head_size).double()
-    scale = requirement.qk_head_size**-0.5
-    softcap = _SOFTCAP if requirement.softcap else None
+    scores: dict[str, Any] = {"band": case.band, "scale": requirement.qk_head_size**-0.5}
+    scores["softcap"] = _SOFTCAP if requirement.softcap else None
+    if requirement.chosen:
+        # Some rows choose few of the keys that they see, or none.
+        shape = (batch, case.num_rows, _NUM_CHOSEN)
+        chosen = torch.randint(-9, 2 * case.num_keys, shape, generator=generator, device="cpu")
+        scores["chosen_BCS"] = chosen.int().to(device)
 
     # In float64, because the user may have allowed tf32 for float32 products.
     exact = Reference()
-    actual = backend.forward(q, k, v, band=case.band, scale=scale, softcap=softcap)
+    actual = backend.forward(q, k, v, **scores)
     wide = [x.double() for x in (q, k, v)]
-    expected = exact.forward(*wide, band=case.band, scale=scale, softcap=softcap)
+    expected = exact.forward(*wide, **scores)
     seen = expected.lse_BNC > float("-inf")
     if not torch.equal(actual.lse_BNC > float("-inf"), seen):
         return "the rows that see no key"
@@ -354,9 +361,9 @@ def _compare(
     merged = merge_partials(expected, AttentionOutput(other_out, expected.lse_BNC + 0.5))
     out, lse = merged.out_BNCH.to(requirement.dtype), merged.lse_BNC.to(actual.lse_BNC.dtype)
     given = [dout, q, k, v, out, lse]
-    grads = backend.backward(*given, band=case.band, scale=scale, softcap=softcap)
+    grads = backend.backward(*given, **scores)
     wide = [x.double() for x in given]
-    expected_grads = exact.backward(*wide, band=case.band, scale=scale, softcap=softcap)
+    expected_grads = exact.backward(*wide, **scores)
     names = ("output", "log-sum-exp", "dQ", "dK", "dV")
     actual_results = (actual.out_BNCH, actual.lse_BNC[seen], *grads)
     expected_results = (expected.out_BNCH, expected.lse_BNC[seen], *expected_grads)

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
-from sppo_hf.attention.backends.base import Backend, CausalBand
+from sppo_hf.attention.backends.base import Backend, CausalBand, Scores
 from tests.attention.oracle import Answer, Problem, assert_equal, make_problem, solve, visible
 
 CASES = [
@@ -46,13 +47,27 @@ def bands(draw):
 
 
 def run(
-    backend: Backend, problem: Problem, band: CausalBand, *, scale: float, softcap: float | None
+    backend: Backend,
+    problem: Problem,
+    band: CausalBand,
+    *,
+    scale: float,
+    softcap: float | None,
+    chosen: Tensor | None = None,
 ) -> Answer:
     """Forward and backward of a backend."""
     q, k, v, dout = problem
-    out, lse = backend.forward(q, k, v, band=band, scale=scale, softcap=softcap)
-    grads = backend.backward(dout, q, k, v, out, lse, band=band, scale=scale, softcap=softcap)
+    scores = Scores(band=band, scale=scale, softcap=softcap, chosen_BCS=chosen)
+    out, lse = backend.forward(q, k, v, **scores)
+    grads = backend.backward(dout, q, k, v, out, lse, **scores)
     return Answer(out, lse, *grads)
+
+
+def choice(rows: int, keys: int, *, batch: int = 2, num_chosen: int = 3) -> Tensor:
+    """Numbers that an indexer may give for each query: of its keys and of others, some twice."""
+    generator = torch.Generator().manual_seed(rows * keys)
+    shape = (batch, rows, num_chosen)
+    return torch.randint(-2, keys + 2, shape, generator=generator, dtype=torch.int32)
 
 
 def check(
@@ -61,11 +76,15 @@ def check(
     *,
     tolerance: float = 1e-10,
     softcap: float | None = None,
+    chosen: Tensor | None = None,
     rows: int,
     keys: int,
     **sizes,
 ) -> None:
-    """Compare a backend with the oracle."""
-    problem = make_problem(rows=rows, keys=keys, **sizes)
-    expected = solve(problem, visible(band, rows, keys), scale=0.4, softcap=softcap)
-    assert_equal(run(backend, problem, band, scale=0.4, softcap=softcap), expected, tolerance)
+    """Compare a backend with the oracle; see `choice`."""
+    problem, seen = make_problem(rows=rows, keys=keys, **sizes), visible(band, rows, keys)
+    if chosen is not None:
+        seen = seen & (chosen[..., None] == torch.arange(keys)).any(dim=2)[:, None]
+    expected = solve(problem, seen, scale=0.4, softcap=softcap)
+    found = run(backend, problem, band, scale=0.4, softcap=softcap, chosen=chosen)
+    assert_equal(found, expected, tolerance)

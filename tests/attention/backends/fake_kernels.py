@@ -53,6 +53,20 @@ def _square_or_all(rows: int, keys: int, causal: bool) -> Tensor:
     return seen.tril() if causal else seen
 
 
+def _not_hidden(q: Tensor, k: Tensor, causal: bool, bias: Tensor | None) -> Tensor:
+    """The mask of CUTLASS's kernel, which reads a bias 16 bytes at a time, of rows that see any."""
+    seen = _square_or_all(q.shape[2], k.shape[2], causal)
+    if bias is None:
+        return seen
+    assert bias.shape == (*q.shape[:3], k.shape[2])
+    assert bias.dtype == q.dtype
+    assert bias.stride(3) == 1
+    assert all(stride * bias.element_size() % 16 == 0 for stride in bias.stride()[:3])
+    seen = seen & (bias == 0)
+    assert seen.any(dim=-1).all()
+    return seen
+
+
 def _bottom_right(rows: int, keys: int, causal: bool, left: int, right: int) -> Tensor:
     """Flash attention's mask; -1 is unlimited.
 
@@ -202,10 +216,10 @@ class FakeAten:
     def _scaled_dot_product_efficient_attention(
         self, q, k, v, bias, compute_lse, dropout_p, is_causal, *, scale=None
     ):
-        assert (bias, compute_lse, dropout_p) == (None, True, 0.0)
+        assert (compute_lse, dropout_p) == (True, 0.0)
         self._check_heads(q, k, v, grouped=False, equal_sizes=False)
         self.calls.append((tuple(q.shape), tuple(k.shape)))
-        out, lse = _attend(q, k, v, _square_or_all(q.shape[2], k.shape[2], is_causal), scale)
+        out, lse = _attend(q, k, v, _not_hidden(q, k, is_causal, bias), scale)
         padded = torch.full(
             (*lse.shape[:2], math.ceil(lse.shape[2] / 32) * 32), math.inf, dtype=lse.dtype
         )
@@ -215,14 +229,14 @@ class FakeAten:
     def _scaled_dot_product_efficient_attention_backward(
         self, dout, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal, *, scale=None
     ):
-        assert (bias, dropout_p, mask) == (None, 0.0, [True, True, True, False])
+        assert (dropout_p, mask) == (0.0, [True, True, True, False])
         assert lse.shape[2] == math.ceil(q.shape[2] / 32) * 32
         assert lse.is_contiguous()
         assert (lse[:, :, q.shape[2] :] == math.inf).all()
         # Its rows are stepped through by all heads' elements, whatever its strides are.
         assert out.transpose(1, 2).is_contiguous()
         self._check_heads(q, k, v, grouped=False, equal_sizes=False)
-        seen = _square_or_all(q.shape[2], k.shape[2], is_causal)
+        seen = _not_hidden(q, k, is_causal, bias)
         lse = lse[:, :, : q.shape[2]]
         return *_attend_backward(dout, q, k, v, out, lse, seen, scale), None
 

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sppo_hf.attention.backends import adapters
 from sppo_hf.attention.backends.aten import CPUFlash
 from sppo_hf.attention.backends.base import CausalBand
 from sppo_hf.planning.activation_modes import SAVED
 from sppo_hf.planning.decisions import Decisions
 from sppo_hf.planning.memory import byte_tables
 from sppo_hf.planning.tile_sizes import parallel_heads
-from tests.attention.backends.cases import CASES, bands, check
+from tests.attention.backends.cases import CASES, bands, check, choice
 from tests.attention.oracle import make_problem, solve, visible
 from tests.planning.shapes import llama_config, shape_of
 from tests.sweeps import turn
@@ -29,6 +30,14 @@ from tests.sweeps import turn
 def test_matches_oracle(case, grouped_heads):
     rows, keys, band = case
     check(CPUFlash(grouped_heads=grouped_heads), band, rows=rows, keys=keys)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chosen_keys(case, monkeypatch):
+    rows, keys, band = case
+    check(CPUFlash(), band, rows=rows, keys=keys, v_head_size=5, chosen=choice(rows, keys))
+    monkeypatch.setattr(adapters, "BIAS_BYTES", 2 * keys * 8 * 4)  # four rows at a time
+    check(CPUFlash(), band, rows=rows, keys=keys, heads=2, chosen=choice(rows, keys))
 
 
 @given(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sppo_hf.attention.backends.base import CausalBand
 from sppo_hf.attention.backends.reference import Reference
-from tests.attention.backends.cases import CASES, bands, check, run
+from tests.attention.backends.cases import CASES, bands, check, choice, run
 from tests.attention.oracle import make_problem
 from tests.sweeps import examples, turn
 
@@ -19,6 +19,13 @@ from tests.sweeps import examples, turn
 def test_matches_oracle(case, softcap):
     rows, keys, band = case
     check(Reference(), band, rows=rows, keys=keys, softcap=softcap)
+
+
+@pytest.mark.parametrize("case", CASES[::2])
+def test_chosen_keys(case):
+    rows, keys, band = case
+    for tile_bytes in (500, 1 << 20):
+        check(Reference(tile_bytes), band, rows=rows, keys=keys, chosen=choice(rows, keys))
 
 
 @examples(15, whole=100)

@@ -1,5 +1,7 @@
 """`find_mismatch` accepts right backends and finds each kind of wrong kernel."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,6 +50,24 @@ def test_efficient_and_soft_caps_pass():
     assert find_mismatch(Efficient(aten=FakeAten()), requirement(gqa_ratio=2), CPU) is None
     asked = requirement(softcap=True, window=True)
     assert find_mismatch(FlashAttention2(interface=FakeFlash2), asked, CPU) is None
+
+
+def test_chosen_keys_pass_where_they_are_kept_to():
+    asked = requirement(chosen=True, v_head_size=8)
+    for backend in (Reference(), CPUFlash(), Efficient(aten=FakeAten())):
+        assert find_mismatch(backend, asked, CPU) is None
+        assert find_mismatch(backend, replace(asked, dtype=torch.bfloat16), CPU) is None
+    assert find_mismatch(ReadsAll(), asked, CPU).startswith("differs from the reference in")
+    assert "has not chosen" in AtenFlash().reason_unsupported(
+        replace(asked, device_type="cuda", dtype=torch.bfloat16)
+    )
+
+
+class ReadsAll(Reference):
+    """Ignores what was chosen."""
+
+    def forward(self, *tensors, **scores):
+        return super().forward(*tensors, **scores | {"chosen_BCS": None})
 
 
 def test_a_kernel_that_aligns_its_mask_elsewhere_is_found():
