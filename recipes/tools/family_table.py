@@ -54,9 +54,6 @@ CODE = {
     "xlstm": "rnn_state[layer_idx][state_idx].copy_(",
     "diffllama": "attn_output2, _ = attention_interface(",
     "doge": "if attention_mask.dtype == torch.bool:",
-    **dict.fromkeys(
-        ("deepseek_v32", "glm_moe_dsa"), "topk = min(self.index_topk, index_scores.shape[-1])"
-    ),
     "deepseek_v4": "top_k = min(self.index_topk, compressed_len)",
     "qwen4_exp_text": "scores.topk(min(self.block_topk, num_complete_blocks)",
 }

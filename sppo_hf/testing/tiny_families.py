@@ -356,6 +356,13 @@ _MULTIMODAL = {
         vision_config={"projector_input_dim": 64, "projector_output_dim": 64},
     ),
     "mistral3": _family("multimodal"),
+    "mistral_large4": _family(
+        "multimodal, MLA, an indexer chooses keys for several layers, layers that share latents",
+        text_config={
+            "indexer_types": ["full", "shared", "full", "shared", "full", "full"],
+            "kv_source_layers": [0, 0, 0, 3, 3, 5],
+        },
+    ),
     "llava": _family("multimodal"),
     "internvl": _family("multimodal"),
     "smolvlm": _family("multimodal"),
