@@ -146,8 +146,11 @@ def test_fsdp2_with_adapters_on_4_bit_weights(tmp_path: Path, storage):
     ours["weights"] = {name: x for name, x in ours["weights"].items() if "lora" in name}
     assert_same_run(ours, plain, ("loss", "grad_norm"))
     # Of two layers: attention's projections and the MLP's, two weights to a byte.
-    linears = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 64)
-    assert ours["whole_bytes"] == (linears // 2 if storage == "uint8" else 0)
+    linears = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 64
+    assert ours["whole_bytes"] == (2 * linears // 2 if storage == "uint8" else 0)
+    # A layer's are gathered packed, eight in a float32, with two norms and an adapter of rank 8.
+    packed = linears // 8 if storage == "float32" else 0
+    assert ours["gathered"] == [packed + 2 * 64 + 8 * (64 + 64)] * 2
 
 
 @needs_fsdp2

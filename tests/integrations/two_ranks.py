@@ -224,6 +224,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "history": history,
         "shards": None if shape is None else shape.shards,
         "dtype_bytes": None if shape is None else shape.dtype_bytes,
+        "gathered": None if shape is None else shape.gathered_elements,
         "whole_bytes": None if engine is None else engine.parts.whole_bytes(),
         "wrapper": type(model).__name__,
         "mesh": None if mesh is None else list(mesh.mesh_dim_names),
