@@ -209,16 +209,21 @@ def test_fsdp2_by_chunk_refuses_other_numbers_of_chunks(tmp_path: Path):
         ({"order": "by_layer"}, "gemma3", "image", "ConfigError: 24 tokens in 2 chunks: "),
         ({"order": "by_chunk"}, "gemma3", "packed", "UnsupportedModelError: FSDPGemma3"),
         ({"sp_size": 2}, "gemma3", "image", "ConfigError: 24 tokens in 2 chunks: "),
+        ({"order": "by_chunk"}, "gemma3", "pixels", "RuntimeError: "),
     ],
-    ids=["by chunk", "groups of rows", "too large an image", "packed images", "shared"],
+    ids=["by chunk", "groups of rows", "too large an image", "packed images", "shared", "encoder"],
 )
 def test_fsdp2_ranks_that_compare_plans_hear_what_one_refuses(
     tmp_path: Path, settings, family, bad, reason
 ):
-    """Else they would wait for it; or, where a script goes on, be a batch ahead."""
+    """Else they would wait for it; or, where a script goes on, be a batch ahead.
+
+    Of what fails in an encoder, too, which FSDP2 does not wrap.
+    """
     job = {"kind": "fsdp2", "rows": 2, "bad": bad, "settings": {"num_chunks": 2, **settings}}
     if family is not None:
-        job |= {"family": family, "images": list(range(8))}
+        wraps = 1 if bad == "pixels" else 2
+        job |= {"family": family, "images": list(range(8)), "wraps": wraps}
     shares = settings.get("sp_size", 1)
     refused, step = run_job(job, 2 * shares, tmp_path)["history"]
     message = f"PipelineError: This batch is run by no rank, because rank {shares} refuses it: "
