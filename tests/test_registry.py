@@ -12,7 +12,6 @@ import pytest
 from sppo_hf import registry
 from sppo_hf.config import SPPOConfig, field_help
 from sppo_hf.errors import ConfigError, ScheduleError, SPPOError
-from sppo_hf.integrations.arguments import SPPOArguments
 from sppo_hf.integrations.plugin import SPPOPlugin
 from sppo_hf.planning.policies import register_policy, uniform_modes
 from sppo_hf.registry import ATTENTION_BACKENDS, OFFLOAD_POLICIES, SCHEDULES, TIERS, Registry
@@ -122,6 +121,7 @@ def test_a_file_may_have_any_number_of_entries(tmp_path, monkeypatch):
 
 ZIP = """
 from sppo_hf.config import SPPOConfig
+from sppo_hf.planning.policies import none_modes, register_policy
 from sppo_hf.planning.tiers import TierModel, register_tier
 
 SPPOConfig()  # which may ask for the entry points again
@@ -129,6 +129,16 @@ SPPOConfig()  # which may ask for the entry points again
 @register_tier("zip")
 class ZipTier(TierModel):
     called = "compressed memory"
+
+register_policy("zipped", keeps=True, leaves=False, reason="as none")(none_modes)
+"""
+
+ARGUMENTS = """
+from transformers import HfArgumentParser
+from sppo_hf import SPPOArguments
+
+(arguments,) = HfArgumentParser(SPPOArguments).parse_args_into_dataclasses()
+print(arguments.to_config().more_tiers)
 """
 
 
@@ -158,13 +168,8 @@ def test_the_command_knows_what_installed_packages_register(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "read",
-    [
-        SPPOConfig.from_yaml,
-        lambda file: SPPOPlugin.from_yaml(file).config,
-        lambda file: SPPOArguments(sppo_config=str(file)).to_config(),
-        lambda file: SPPOArguments(sppo_more_tiers="zip=8GiB").to_config(),
-    ],
-    ids=["config", "plugin", "arguments-file", "arguments"],
+    [SPPOConfig.from_yaml, lambda file: SPPOPlugin.from_yaml(file).config],
+    ids=["config", "plugin"],
 )
 def test_settings_know_what_installed_packages_register(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], SPPOConfig]
@@ -177,7 +182,16 @@ def test_settings_know_what_installed_packages_register(
         assert read(tmp_path / "sppo.yaml").more_tiers == "zip=8GiB"
     finally:
         sys.modules.pop("my_zip", None)
-        del TIERS["zip"]
+        TIERS.remove("zip")
+        OFFLOAD_POLICIES.remove("zipped")
+
+
+def test_options_know_what_installed_packages_register(tmp_path: Path) -> None:
+    environment = _installed(tmp_path, "my_zip")
+    done = _run(environment, "-c", ARGUMENTS, "--help")
+    assert ", zipped." in " ".join(done.stdout.split()), done.stderr
+    done = _run(environment, "-c", ARGUMENTS, "--sppo_more_tiers", "zip=8GiB")
+    assert done.stdout == "zip=8GiB\n", done.stderr
 
 
 def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:

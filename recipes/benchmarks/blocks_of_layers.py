@@ -15,6 +15,7 @@ and no torch.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -138,6 +139,9 @@ def rows(model: str) -> Iterator[list[str]]:
 
 def main() -> None:
     """Prints one table."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for name in ("_rerun_bytes", "_workspace"):
         found = vars(ByteTables)[name]
         made = one_layer_at_a_time(getattr(found, "func", found))

@@ -9,7 +9,7 @@ comes with Transformers.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -37,5 +37,9 @@ def lacking(names: list[str]) -> Iterator[tuple[str, Requirement]]:
 
 
 if __name__ == "__main__":
-    for name, requirement in lacking(sys.argv[1:]):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="distributions, sppo-hf for what it requires")
+    for name, requirement in lacking(parser.parse_args().names):
         print(name, str(requirement).replace(" ", ""))

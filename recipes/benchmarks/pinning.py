@@ -12,7 +12,7 @@ memory only as it uses it, and a plan relies on all of it.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
 
@@ -100,4 +100,8 @@ def main(gib: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 8)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("gib", nargs="?", type=int, default=8, metavar="GIB", help="default 8")
+    main(parser.parse_args().gib)

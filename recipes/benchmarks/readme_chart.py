@@ -9,6 +9,7 @@ Reads `results/h100.jsonl` and `results/h200.jsonl`, rows of `sppo bench`, and w
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,5 +98,8 @@ def _plain(axes: plt.Axes) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     draw_speed([RESULTS / "h100.jsonl", RESULTS / "h200.jsonl"], RESULTS / "gpu_speed.svg")
     draw_memory(RESULTS / "cpu_memory.json", RESULTS / "cpu_memory.svg")

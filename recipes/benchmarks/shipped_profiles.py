@@ -8,6 +8,7 @@ differently, which `tests/engine/test_trace_profile.py` detects. Takes seconds, 
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import sppo_hf.planning
@@ -31,6 +32,9 @@ GATHERED = tuple(
 
 def main() -> None:
     """Write one file for each model."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     folder = Path(sppo_hf.planning.__file__).with_name("model_profiles")
     for name in shipped_models():
         config = load_config(name)

@@ -28,6 +28,7 @@ from sppo_hf.planning.choices import read_budgets
 from sppo_hf.planning.cluster import ClusterPlan, ClusterRequest, ClusterResult, solve_cluster
 from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.feasibility import (
+    CastBy,
     PlanResult,
     PolicyResult,
     assess_request,
@@ -121,7 +122,8 @@ class PlanArguments(common.PlanningArguments):
     write: Annotated[
         Path | None,
         typer.Option(
-            help="Write accelerate.yaml and sppo.yaml into a folder, and say how to launch them.",
+            help="Write accelerate.yaml and sppo.yaml into a folder, and say how to launch them."
+            " The run, and what is planned then, is in mixed precision.",
             metavar="DIR",
         ),
     ] = None
@@ -130,6 +132,14 @@ class PlanArguments(common.PlanningArguments):
     def devices_of_host(self) -> int:
         """Devices that share a host."""
         return min(self.gpus, self.gpus_per_node)
+
+    @property
+    def cast_by(self) -> CastBy:
+        """What casts float32 adapters in the run: `Launch` has mixed precision.
+
+        That is autocast without FSDP2.
+        """
+        return "nothing" if self.gpus == 1 and self.write is None else "autocast"
 
 
 @common.with_options(PlanArguments)
@@ -149,7 +159,7 @@ def plan(arguments: PlanArguments, as_json: common.AsJson = False) -> None:
 def _plan_one_device(arguments: PlanArguments, as_json: bool) -> bool:
     """Plan for one device and print the answer; returns whether a plan fits."""
     common.check_figure(arguments.figure)
-    request = arguments.plan_request()
+    request = arguments.plan_request(cast_by=arguments.cast_by)
     answer = assess_request(request)
     results = _compare(arguments, answer)
     _draw_and_trace(arguments, answer)
@@ -220,7 +230,8 @@ def _compare(arguments: PlanArguments, answer: PlanResult) -> Sequence[PolicyRes
     """Plan with every policy, whichever of them was requested."""
     if arguments.offload == "auto":
         return compare_policies(answer.request, answer.plan or plan_for(answer.request))
-    automatic = dataclasses.replace(arguments, offload="auto").plan_request()
+    automatic = dataclasses.replace(arguments, offload="auto")
+    automatic = automatic.plan_request(cast_by=arguments.cast_by)
     return compare_policies(automatic, plan_for(automatic))
 
 
@@ -260,8 +271,7 @@ def _cluster_request(arguments: PlanArguments) -> ClusterRequest:
             "simulate` about one layout."
         )
     devices_of_host = arguments.devices_of_host
-    # As the run is launched (`Launch`): in mixed precision, which is autocast without FSDP2.
-    request = arguments.plan_request(devices_of_host=devices_of_host, cast_by="autocast")
+    request = arguments.plan_request(devices_of_host=devices_of_host, cast_by=arguments.cast_by)
     profile = request.device.profile
     assert profile is not None, "a request from the command line has a profile"
     link_rate = profile.network_bytes_per_second or UNKNOWN_LINK

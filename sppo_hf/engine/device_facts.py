@@ -226,7 +226,11 @@ def model_shape(parts: ModelParts, device: torch.device | None = None) -> ModelS
     head_width = parts.head_width() if parts.is_classifier else None
     shape = replace(shape, cpu_threads=torch.get_num_threads(), head_width=head_width)
     # Sharded parameters tell of the elements of all ranks.
-    return shape.with_shards(parts.num_shards(), whole_bytes=parts.whole_bytes())
+    return shape.with_shards(
+        parts.num_shards(),
+        whole_bytes=parts.whole_bytes(),
+        gathered_elements=parts.gathered_elements(),
+    )
 
 
 def whole_shape(parts: ModelParts) -> ModelShape:

@@ -35,7 +35,13 @@ from sppo_hf.engine.chunk_context import current_of
 from sppo_hf.engine.chunk_runner import ChunkInputs, ChunkRunner
 from sppo_hf.engine.cpu_heap import HeapWatch
 from sppo_hf.engine.device_facts import as_current_device
-from sppo_hf.engine.encoded_inputs import EncodedInputs, as_inputs, encode, encoded_token_bytes
+from sppo_hf.engine.encoded_inputs import (
+    EncodedInputs,
+    as_inputs,
+    encode,
+    encoded_token_bytes,
+    encoders,
+)
 from sppo_hf.engine.family_guard import check_router_loss
 from sppo_hf.engine.foreign_code import check_foreign_code, check_rotary_hooks
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
@@ -612,12 +618,13 @@ class ForwardStep:
 
     def _begin(self) -> None:
         """Run the encoders of images and sound, and find the groups of rows."""
-        call = self.call
-        encoded = encode(call) if call.encoder_inputs else None
-        # Not the encoders, in which other ranks would wait for this one where FSDP2 shards them.
+        call, encoded = self.call, None
+        # In sharded encoders other ranks would wait for this one, and could not be told.
+        if call.encoder_inputs and are_sharded(encoders(self._parts)):
+            encoded = encode(call)
         with self.engine.refusing_together():
-            if encoded is not None:
-                seen, output_class = encoded
+            if call.encoder_inputs:
+                seen, output_class = encoded or encode(call)
                 self._encoded = EncodedInputs(as_inputs(call, seen), output_class)
             self._groups = self._row_groups()
 

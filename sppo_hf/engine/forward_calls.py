@@ -42,7 +42,7 @@ from sppo_hf.errors import ConfigError
 
 _LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_CLASSIFIER_LABELS = ("labels", "start_positions", "end_positions")
+CLASSIFIER_LABELS = ("labels", "start_positions", "end_positions")
 _HEAD_ARGUMENTS = ("fused_lm_head",)
 """Keywords with which TRL makes its own head compute log-probabilities in tiles."""
 _OTHER_INPUTS = ("image", "pixel", "video", "audio", "feature")
@@ -91,7 +91,7 @@ class ForwardCall:
     def has_labels(self) -> bool:
         """Whether the call asks for a loss."""
         if self.parts.is_classifier:
-            return any(self.head_arguments.get(name) is not None for name in _CLASSIFIER_LABELS)
+            return any(self.head_arguments.get(name) is not None for name in CLASSIFIER_LABELS)
         return self.shift_labels is not None
 
     @property
@@ -405,7 +405,7 @@ def read_call(
         loss_arguments["logits_to_keep"] = keep
     head_arguments = {n: given.pop(n) for n in _HEAD_ARGUMENTS if given.get(n)}
     if parts.is_classifier:
-        given = {n: value for n, value in given.items() if n not in _CLASSIFIER_LABELS}
+        given = {n: value for n, value in given.items() if n not in CLASSIFIER_LABELS}
         # Its loss knows no other `ignore_index`.
         head_arguments, loss_arguments, ignore_index = classifier_arguments, {}, -100
     call = ForwardCall(

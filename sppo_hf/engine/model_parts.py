@@ -338,6 +338,16 @@ class ModelParts:
             return 0
         return sum(p.nbytes for p in self.causal_lm.parameters() if not hasattr(p, "device_mesh"))
 
+    def gathered_elements(self) -> tuple[int, ...]:
+        """Elements of each layer that FSDP2 gathers: of 4-bit weights those that hold them, packed.
+
+        What every rank has whole is not among them.
+        """
+        return tuple(
+            sum(p.numel() for p in layer.parameters() if hasattr(p, "device_mesh"))
+            for layer in self.layers
+        )
+
     def gathered_dtype(self) -> torch.dtype | None:
         """Dtype in which FSDP2 gathers weights; None where it is their own, or nothing is sharded.
 

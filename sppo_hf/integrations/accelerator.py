@@ -6,9 +6,9 @@ nor a Trainer subclass is needed. Everything that is not overridden here stays A
 [Note: what Accelerate assumes]
 Accelerate knows two kinds of parallel ranks: those with the same parameters and different rows
 (DDP, FSDP), and those of tensor parallelism. Ranks of a pipeline have the same rows and different
-parameters. So data loaders, optimizers, gradient norms, gradient scalers, gathered metrics and
-checkpoints are handled here for them; the ranks that share sequences (`sp_size`) need this of the
-data loaders and metrics only.
+parameters. So data loaders, schedules, optimizers, gradient norms, gradient scalers, gathered
+metrics and checkpoints are handled here for them; the ranks that share sequences (`sp_size`) need
+this of the data loaders, schedules and metrics only.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ def convert_once(
     Args:
         model: Bare, or wrapped by PEFT or an Accelerator.
         plugin: Settings, and the observer that the engine reports to.
-        device: Device of a pipeline's ranks; by default where the model is.
+        device: Device of ranks that share batches; by default where the model is.
         for_evaluation: Whether the model is never trained.
 
     Raises:
@@ -397,7 +397,7 @@ def convert_once(
         _check_same_settings(model, engine, plugin)
         engine.report_to(observer)
         keep_forward(model)
-    elif config.pp_size > 1 or config.sp_size > 1:
+    elif config.sharing_ranks > 1:
         convert_over_ranks(model, config, device=device, observer=observer)
         if config.pp_size > 1:
             refuse_partial_save(model)
@@ -525,7 +525,7 @@ def _report_reading(iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 
 
 def _share_shuffling(loader: Any, mesh: PipelineMesh) -> None:
-    """Have all ranks of a pipeline shuffle alike, also where the script sets no seed.
+    """Have all ranks that share batches shuffle alike, also where the script sets no seed.
 
     Accelerate does this for processes that divide a dataset among them, of which it sees one here.
     """

@@ -37,7 +37,6 @@ class _Options:
             ConfigError: The file cannot be read, or a setting is wrong; an option is named as it
                 is written on the command line.
         """
-        import_entry_points()  # their names are allowed in settings
         config = (
             SPPOConfig() if self.sppo_config is None else SPPOConfig.from_yaml(self.sppo_config)
         )
@@ -84,6 +83,7 @@ def _read(name: str, text: object) -> object:
 if TYPE_CHECKING:
     SPPOArguments = _Options
 else:
+    import_entry_points()  # their names are allowed in settings, and `--help` lists them
     SPPOArguments = dataclasses.make_dataclass(
         "SPPOArguments",
         [

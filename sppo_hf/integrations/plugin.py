@@ -328,8 +328,7 @@ class SPPOPlugin(ParallelismConfig):
         check_shared_launch(accelerator, config)
         check_world(config.pp_size, accelerator.num_processes, config.sp_size)
         check_nodes(config)
-        sp_size = config.sp_size if config.pp_size == 1 else 1
-        launch_watchdog(config.pp_size, config.pp_timeout_seconds, sp_size)
+        launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size)
 
     def _set_pipeline_sizes(self, accelerator: Accelerator) -> None:
         """Tell Accelerate and the Trainer how many ranks share a batch, and how many replicate.

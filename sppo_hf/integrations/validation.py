@@ -168,21 +168,21 @@ def check_shared_launch(accelerator: Accelerator, config: SPPOConfig) -> None:
     Raises:
         ConfigError: It has one process, or a pipeline would use FSDP.
     """
-    kind, pp_size, sp_size = accelerator.distributed_type, config.pp_size, config.sp_size
+    kind, pp_size, size = accelerator.distributed_type, config.pp_size, config.sharing_ranks
     seen = "a single process" if kind == DistributedType.NO else kind.value
     several = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if pp_size > 1 and kind not in several:
         raise ConfigError(
             f"pp_size={pp_size} and the Accelerator runs {seen}. Allowed: several processes "
             "without FSDP (data-parallel replicas of the pipeline replicate). Remedy: accelerate "
-            f"launch --multi_gpu --num_processes {pp_size} (or a multiple), without --use_fsdp; on "
-            f"CPUs torchrun --nproc_per_node {pp_size} and use_cpu=True in TrainingArguments."
+            f"launch --multi_gpu --num_processes {size} (or a multiple), without --use_fsdp; on "
+            f"CPUs torchrun --nproc_per_node {size} and use_cpu=True in TrainingArguments."
         )
     if kind == DistributedType.NO:
         raise ConfigError(
-            f"sp_size={sp_size} and the Accelerator runs {seen}. Allowed: sp_size "
+            f"sp_size={size} and the Accelerator runs {seen}. Allowed: sp_size "
             "processes or a multiple, with DDP or FSDP2. Remedy: accelerate launch --multi_gpu "
-            f"--num_processes {sp_size}; on CPUs torchrun --nproc_per_node {sp_size} and "
+            f"--num_processes {size}; on CPUs torchrun --nproc_per_node {size} and "
             "use_cpu=True in TrainingArguments."
         )
 
@@ -196,7 +196,7 @@ def check_shared_batches(args: TrainingArguments, config: SPPOConfig) -> None:
             generate text or read logits.
     """
     name = "pp_size" if config.pp_size > 1 else "sp_size"
-    size = config.pp_size * config.sp_size
+    size = config.sharing_ranks
     trl = [kind.__name__ for kind in type(args).__mro__ if kind.__module__.startswith("trl.")]
     allowed = _TRL_TRAINERS_ON_SHARED_BATCHES
     allowed += _TRL_TRAINERS_OF_CLASSIFIERS * (config.pp_size == 1)

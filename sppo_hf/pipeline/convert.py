@@ -48,6 +48,7 @@ from sppo_hf.pipeline.mesh import (
     check_nodes,
     check_world,
     make_mesh,
+    names_of_sizes,
     with_unit_groups,
 )
 from sppo_hf.pipeline.multiplex import check_shareable_units
@@ -320,8 +321,8 @@ def launch_watchdog(pp_size: int, timeout_seconds: int, sp_size: int = 1) -> Wat
     Raises:
         ConfigError: There is no launch.
     """
-    name, size = ("pp_size", pp_size) if sp_size == 1 else ("sp_size", sp_size)
     if not dist.is_initialized():
+        name, size = names_of_sizes(pp_size, sp_size), pp_size * sp_size
         raise ConfigError(
             f"{name}={size} needs {size} processes, and this is a single one. Allowed: a "
             f"launch of {name} processes or a multiple. Remedy: accelerate launch "
@@ -477,7 +478,7 @@ def load_model_stages(
             does not fit.
         UnsupportedModelError: The model cannot be cut.
     """
-    launch_watchdog(config.pp_size, config.pp_timeout_seconds)
+    launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size)
     check_world(config.pp_size, dist.get_world_size(), config.sp_size)
     check_nodes(config)
     if config.pp_msp == "on":  # ranks run units of all stages

@@ -130,6 +130,12 @@ class PipelineMesh:
         return (self.dp_rank * self.pp_size + pp_rank) * self.sp_size + self.sp_rank
 
 
+def names_of_sizes(pp_size: int, sp_size: int) -> str:
+    """Name the settings whose product is the number of ranks that share a batch."""
+    sizes = {"pp_size": pp_size, "sp_size": sp_size}
+    return " x ".join(name for name, size in sizes.items() if size > 1)
+
+
 def check_world(pp_size: int, world_size: int, sp_size: int = 1) -> None:
     """Refuse a number of processes that is no multiple of the ranks that share a batch.
 
@@ -138,9 +144,7 @@ def check_world(pp_size: int, world_size: int, sp_size: int = 1) -> None:
     """
     size = pp_size * sp_size
     if world_size % size:
-        names = " x ".join(
-            name for name, one in (("pp_size", pp_size), ("sp_size", sp_size)) if one > 1
-        )
+        names = names_of_sizes(pp_size, sp_size)
         what = "share one sequence" if pp_size == 1 else "make one pipeline"
         fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(

@@ -398,7 +398,7 @@ class PipelineEngine(Engine):
         refusal: Exception | None = None
         prepared = None
         try:
-            self._check_agreement(call, layout)
+            self._check_agreement(call)
             if training:
                 self._stage_plans.correct()
             prepared = self._plan(call, layout, training=training, reduces=reduces)
@@ -477,8 +477,8 @@ class PipelineEngine(Engine):
 
     # -- one step ----------------------------------------------------------------------------
 
-    def _check_agreement(self, call: ForwardCall, layout: BatchLayout) -> None:
-        facts = call_facts(call, self.config) | {"used tokens": layout.used_tokens}
+    def _check_agreement(self, call: ForwardCall) -> None:
+        facts = call_facts(call, self.config)
         if not torch.is_grad_enabled():
             check_agreement(self.mesh, facts, 0, 0)
             return

@@ -2,11 +2,11 @@
 
 A layout is a number of stages, replicas and chunks, a schedule, and one rule for what all stages
 save, recompute and offload. Without a pipeline FSDP2 may shard the model, and devices may go
-layer by layer, as one device alone may. Layouts are sorted by a lower bound on their
-step time (`LowerBounds`) and simulated in that order (`PipelineCost`, by layer `lowering`), until
-the bound exceeds the slowest of the plans to keep. Those whose lower bound on memory exceeds a
-budget are not simulated. Which single activations to save is the solver's question, for one device
-(`solve`).
+layer by layer, as one device alone may. Layouts are sorted by a lower bound on their step time
+(`LowerBounds`) and simulated in that order, until the bound exceeds the slowest of the plans to
+keep: a pipeline by `PipelineCost`, a single stage by its own program (`lowering`). Those whose
+lower bound on memory exceeds a budget are not simulated. Which single activations to save is the
+solver's question, for one device (`solve`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sppo_hf.planning.cost import ModelCost
 from sppo_hf.planning.decisions import Batch
 from sppo_hf.planning.hardware import UNKNOWN_LINK
 from sppo_hf.planning.layouts import Layout, LowerBounds, SearchSpace
-from sppo_hf.planning.lowering import COMPUTE, lower
+from sppo_hf.planning.lowering import COMPUTE, StepProgram, lower
 from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.model_profile import count_head_blocks
 from sppo_hf.planning.pipeline_cost import (
@@ -48,8 +48,9 @@ from sppo_hf.schedule.schedule import Schedule
 from sppo_hf.schedule.simulate import period_seconds
 from sppo_hf.schedule.timeline import Timeline
 
-# A layout by layer, of which one row is simulated, takes about as long as so many actions.
-_BY_LAYER_ACTIONS = 2000
+# The program of one stage, for one row, takes about as long as so many actions of a pipeline: at
+# least, and for each layer of a chunk without copies and with them.
+_PROGRAM_ACTIONS, _KEPT_ACTIONS, _COPIED_ACTIONS = 200, 0.4, 3.0
 
 # Layouts whose ranks share units may take this share of the actions that all others may take.
 _SHARING = 0.25
@@ -449,6 +450,8 @@ class _Search:
             self._simulate(min((x for _, x in hopeless), key=self._all_actions), math.inf)
 
     def _all_actions(self, layout: Layout) -> int:
+        if layout.stages == 1:
+            return _num_program_actions(layout, self._request.cost.shape.num_layers)
         return _num_actions(layout, self._request.rows // layout.replicas)
 
     def add(self, plan: ClusterPlan) -> None:
@@ -533,9 +536,9 @@ def _simulate_within(
 ) -> tuple[ClusterPlan | None, int]:
     """Simulates a layout within a limit on actions; returns the plan, if any, and its actions."""
     rows = request.rows // layout.replicas
-    if layout.order == "by_layer":
-        actions = _num_actions(layout, 1)
-        found = None if actions > max_actions else _plan_by_layer(request, layout, rows)
+    if layout.stages == 1:
+        actions = _num_program_actions(layout, request.cost.shape.num_layers)
+        found = None if actions > max_actions else _plan_of_one_stage(request, layout, rows)
         return found, 0 if found is None else actions
     warm_up, every = _warm_up(layout, rows)
     count, actions = _few_rows(rows, warm_up, every), 0
@@ -598,43 +601,23 @@ def _plan_of(
     )
 
 
-def _plan_by_layer(request: ClusterRequest, layout: Layout, rows: int) -> ClusterPlan:
-    """Returns the plan of a layout that goes layer by layer, `rows` rows one after the other.
-
-    Decisions are those that a run makes of these settings (`plan`).
-    """
+def _plan_of_one_stage(request: ClusterRequest, layout: Layout, rows: int) -> ClusterPlan:
+    """Returns the plan of a layout without a pipeline, `rows` rows one after the other."""
     parts, budgets = request.bounds_of_layout, request.budgets
     cost, bounds = parts.cost(layout), parts.bounds(layout)
-    kind, shape = cost.profile.kind, cost.shape
-    batch = Batch(
-        batch_rows=cost.batch_rows,
-        training=True,
-        accumulates=rows > 1,
-        tile_tokens=cost.loss_tile_tokens,
-    )
-    base = batch.decisions(bounds, shape.num_layers, "by_layer")
-    base = with_kv(base, layout.kv_tier, shape, budgets, kind)
-    if layout.offload == "sppo":
-        choices = Choices(tiers=("device", layout.activation_tier))
-        decisions = fixed_policy(cost, base, "sppo", layout.saved, choices)
-        assert decisions is not None, "the rule uses tiers that are there"
-    else:
-        tier = "device" if layout.offload == "none" else layout.activation_tier
-        mode = mode_of(layout.saved, tier)
-        modes = uniform_modes(len(bounds), shape.num_layers, mode)
-        decisions = replace(base, layer_modes=modes)
-    program = lower(decisions, cost)
+    program = program_of_one_stage(request, layout, rows)
     timeline, held = program.simulate(), program.estimate
     busy = timeline.busy_seconds(COMPUTE)
     step_seconds = rows * timeline.end_seconds + _reduce_seconds(request, layout)
     if layout.sharded:
-        step_seconds += rows * gather_stall_seconds(cost, bounds, layout.saved)
+        stalled = gather_stall_seconds(cost, bounds, layout.saved, order=layout.order)
+        step_seconds += rows * stalled
     sharing = min(request.ranks_per_node, layout.devices)
     of_node = {tier: sharing * held.peak_bytes(tier) for tier in (HOST, *tiers_behind_host())}
     device_bytes = held.peak_bytes("device")
     return ClusterPlan(
         layout=layout,
-        layers=(range(shape.num_layers),),
+        layers=(range(cost.shape.num_layers),),
         bounds=bounds,
         step_seconds=step_seconds,
         tokens_per_second=request.rows * request.total_tokens / step_seconds,
@@ -647,6 +630,34 @@ def _plan_by_layer(request: ClusterRequest, layout: Layout, rows: int) -> Cluste
         missing_bytes=_over(device_bytes, budgets.device)
         + sum(_over(size, budgets.of(tier)) for tier, size in of_node.items()),
     )
+
+
+def program_of_one_stage(request: ClusterRequest, layout: Layout, rows: int) -> StepProgram:
+    """Returns the program of a device without a pipeline for one of its `rows` rows.
+
+    Decisions are those that a run makes of these settings (`plan`).
+    """
+    parts, budgets = request.bounds_of_layout, request.budgets
+    cost, bounds = parts.cost(layout), parts.bounds(layout)
+    kind, shape = cost.profile.kind, cost.shape
+    batch = Batch(
+        batch_rows=cost.batch_rows,
+        training=True,
+        accumulates=rows > 1,
+        tile_tokens=cost.loss_tile_tokens,
+    )
+    base = batch.decisions(bounds, shape.num_layers, layout.order)
+    base = with_kv(base, layout.kv_tier, shape, budgets, kind)
+    if layout.offload == "sppo":
+        choices = Choices(tiers=("device", layout.activation_tier))
+        decisions = fixed_policy(cost, base, "sppo", layout.saved, choices)
+        assert decisions is not None, "the rule uses tiers that are there"
+    else:
+        tier = "device" if layout.offload == "none" else layout.activation_tier
+        mode = mode_of(layout.saved, tier)
+        modes = uniform_modes(len(bounds), shape.num_layers, mode)
+        decisions = replace(base, layer_modes=modes)
+    return lower(decisions, cost)
 
 
 def _recompute_seconds(cost: ModelCost, bounds: Bounds, layout: Layout) -> float:
@@ -711,14 +722,19 @@ def _no_collection() -> Generator[None]:
             gc.enable()
 
 
+def _num_program_actions(layout: Layout, num_layers: int) -> int:
+    """Returns how many actions of a pipeline take as long as the program of one stage."""
+    copies = layout.offload != "none" or layout.kv_tier != "device"
+    each = _COPIED_ACTIONS if copies else _KEPT_ACTIONS
+    return _PROGRAM_ACTIONS + int(each * layout.num_chunks * num_layers)
+
+
 def _num_actions(layout: Layout, rows: int) -> int:
     """Returns the number of actions of `rows` rows in a lowered schedule, or a few more.
 
     Counts copies of all chunks, also of those that are not copied.
     """
     stages, chunks = layout.stages * layout.virtual, layout.num_chunks
-    if layout.order == "by_layer":
-        return _BY_LAYER_ACTIONS
     computes = 3 if splits_backward(layout.schedule) else 2
     copies = 0 if layout.offload == "none" else 2
     copies *= 2 if TIERS[layout.activation_tier].behind_host else 1

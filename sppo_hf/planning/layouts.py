@@ -465,10 +465,11 @@ class LowerBounds:
         states, gradients = (size // layout.shards for size in self._model_state_bytes)
         kept = self._kept_bytes(layout)
         activations, chunk_kv, dkv = self._layer_bytes(layout)
-        if layout.order == "by_layer":
+        if layout.stages == 1:
             # No layer's sums are there before its backward, nor gradients before the first one.
             kv = int(chunk_kv.sum()) * (layout.kv_tier == "device")
-            kept *= layout.offload != "sppo"  # that rule then divides layers
+            # By layer that rule divides layers.
+            kept *= layout.order == "by_chunk" or layout.offload != "sppo"
             return max_layers * (states - gradients + max(gradients, kept + kv))
         if layout.kv_tier != "device":
             chunk_kv, dkv = np.zeros_like(chunk_kv), 0

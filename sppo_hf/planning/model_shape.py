@@ -152,6 +152,10 @@ class ModelShape:
     """Devices over which FSDP2 shards the model. Bytes of weights, gradients and optimizer are then
     those on one of them, `weight_bytes` with what is gathered or reduced at a time."""
 
+    gathered_elements: tuple[int, ...] = ()
+    """Elements of each layer that FSDP2 gathers; empty if it does all of its weights. Packed 4-bit
+    weights are fewer, and those that are whole on every device are not gathered."""
+
     unsharded_gradient_bytes: int = 0
     """Bytes of all gradients before FSDP2 has reduced them, if it shards the model. Each device has
     them all by chunk, or while gradients are accumulated."""
@@ -274,7 +278,9 @@ class ModelShape:
         weight_bytes = self.weight_bytes - self.gradient_bytes + wide
         return replace(self, weight_bytes=weight_bytes, gradient_bytes=wide)
 
-    def with_shards(self, shards: int, *, whole_bytes: int = 0) -> ModelShape:
+    def with_shards(
+        self, shards: int, *, whole_bytes: int = 0, gathered_elements: tuple[int, ...] = ()
+    ) -> ModelShape:
         """Returns the shape of a model that FSDP2 shards over that many devices, layer by layer.
 
         Of its weights `whole_bytes` are whole on every device.
@@ -286,10 +292,11 @@ class ModelShape:
         if shards == 1 or self.shards > 1:
             return self
         layers = range(self.num_layers)
-        gathered = 3 * max(map(self.gathered_bytes, layers)) + self.gathered_bytes(None)
+        shape = replace(self, gathered_elements=gathered_elements)
+        gathered = 3 * max(map(shape.gathered_bytes, layers)) + shape.gathered_bytes(None)
         reduced = max(map(self.reduced_bytes, [*layers, None]))
         return replace(
-            self,
+            shape,
             shards=shards,
             weight_bytes=-(-(self.weight_bytes - whole_bytes) // shards)
             + whole_bytes
@@ -304,6 +311,8 @@ class ModelShape:
         """Bytes of a layer's weights in the dtype of compute; None: those of the head."""
         if layer is None:
             return self.num_logits * self.hidden_size * self.dtype_bytes
+        if self.gathered_elements:
+            return self.gathered_elements[layer] * self.dtype_bytes
         held = self.layers[layer]
         return (held.total_weights + held.adapter_weights) * self.dtype_bytes
 

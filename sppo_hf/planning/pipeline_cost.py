@@ -128,8 +128,7 @@ class PipelineCost:
 
     devices_per_node: int = 8
     reduce_seconds: float = 0.0
-    """Seconds that reducing a stage's gradients over replicas of the pipeline takes; where FSDP2
-    shards the model, those that no compute hides (`exposed_reduce_seconds`)."""
+    """Seconds that reducing a stage's gradients over replicas of the pipeline takes."""
 
     _seconds: dict[_Key, float] = field(
         default_factory=dict[_Key, float], init=False, repr=False, compare=False
@@ -349,11 +348,7 @@ class PipelineCost:
             return self._copied_seconds(kind, self.activation_tier, size) * share
         if kind not in self._compute:
             return 0.0
-        seconds = self._computing_seconds(kind, stage, chunk)
-        if kind in ("F", "B") and self.cost.shape.shards > 1:
-            # A layer's weights are gathered while the layer before it computes.
-            seconds = max(seconds, _gather_seconds(self.cost, self.bounds, kind, chunk))
-        return seconds
+        return self._computing_seconds(kind, stage, chunk)
 
     def _copied_seconds(self, kind: Kind, tier: Tier, size: int) -> float:
         """Seconds of a copy to or from the host, or of a write to or a read from a tier."""
@@ -638,14 +633,21 @@ def _gather_seconds(cost: ModelCost, bounds: Bounds, kind: Kind, chunk: int) -> 
     return found + (of_head + of_embedding) * cost.gather_seconds(None)
 
 
-def gather_stall_seconds(cost: ModelCost, bounds: Bounds, saved: Saved) -> float:
-    """Returns the seconds that a row waits for gathered weights, layer by layer.
+def gather_stall_seconds(cost: ModelCost, bounds: Bounds, saved: Saved, *, order: Order) -> float:
+    """Returns the seconds that a row waits for gathered weights.
 
-    A layer's weights come once in each direction, while another layer runs over all chunks. With
+    By layer a layer's come once in each direction, while another layer runs over all chunks. With
     the last layer's come norm and head, which stay until backward; nothing runs before an embedding
-    of their own has come.
+    of their own has come. By chunk all come for every chunk, each while the layer before runs.
     """
     shape, head = cost.shape, cost.gather_seconds(None)
+    if order == "by_chunk":
+        stalled, heads = 0.0, cost.unit_seconds(bounds).head.tolist()
+        for chunk, head_seconds in enumerate(heads):
+            forward, backward = map(sum, _layer_seconds(cost, bounds, saved, chunk))
+            coming, back = (_gather_seconds(cost, bounds, kind, chunk) for kind in ("F", "B"))
+            stalled += max(0.0, coming - forward - head_seconds) + max(0.0, back - backward)
+        return stalled
     layers = [cost.gather_seconds(layer) for layer in range(shape.num_layers)]
     forward, backward = _layer_seconds(cost, bounds, saved)
     ahead, back = layers[:], layers[:]

@@ -28,6 +28,7 @@ from sppo_hf.planning.cluster import (
     solve_cluster,
 )
 from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.feasibility import PlanResult, assess_request
 from sppo_hf.planning.hardware import load_profile
 from sppo_hf.planning.layouts import Layout
 from sppo_hf.planning.memory import Budgets
@@ -376,6 +377,27 @@ def test_adapters_are_planned_as_fsdp2_gathers_them(
     shapes.append(PlanArguments(model=question[0], seq_len="8K", lora=16).plan_request().shape)
     autocast, gathered, wide = (shape.activation_bytes_per_token(1) for shape in shapes)
     assert gathered < 0.9 * autocast < 0.7 * wide
+
+
+def test_a_written_plan_of_one_device_counts_adapters_as_the_launch_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PlanRequest] = []
+
+    def assess(request: PlanRequest) -> PlanResult:
+        asked.append(request)
+        return assess_request(request)
+
+    monkeypatch.setattr("sppo_hf.cli.plan.assess_request", assess)
+    question = (write_config(tmp_path, MODEL), "--seq-len", "8K", "--lora", "16")
+    question += ("--host-memory", "64GiB")
+    for written in ((), ("--write", str(tmp_path / "run"))):
+        assert run(*question, *written)[0] == 0
+    assert "mixed_precision: bf16" in (tmp_path / "run" / "accelerate.yaml").read_text()
+    assert [request.shape.lora and request.shape.lora.autocast for request in asked] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(("installed", "old"), [("2.12.1", True), ("2.13.0", False), ("", False)])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo_hf.config import SPPOConfig
 from sppo_hf.engine import device_facts
 from sppo_hf.engine.device_facts import model_shape
-from sppo_hf.engine.model_parts import find_parts, suppress_peft_warnings
+from sppo_hf.engine.model_parts import ModelParts, find_parts, suppress_peft_warnings
 from sppo_hf.engine.trace_profile import trace_config
 from sppo_hf.offload import disk
 from sppo_hf.planning.cost import ModelCost
@@ -382,17 +382,19 @@ def test_autocast_keeps_as_many_bytes_of_casts_as_are_counted(adapters: bool) ->
     assert kept == pytest.approx(shape.cached_cast_bytes, rel=0.01), "norms are counted, not cast"
 
 
+def _shard(monkeypatch: pytest.MonkeyPatch, parts: ModelParts) -> None:
+    """Let a model look as if FSDP2 sharded it over four ranks and gathered it in bfloat16."""
+    for name, value in (("is_sharded", True), ("gathered_dtype", torch.bfloat16)):
+        monkeypatch.setattr(type(parts), name, lambda self, value=value: value)
+    for parameter in parts.causal_lm.parameters():
+        parameter.device_mesh = SimpleNamespace(ndim=1, size=lambda dim: 4)
+
+
 def test_what_fsdp2_shards_is_counted_as_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the dtype of compute, whatever that of the shards is, and without autocast."""
     parts = find_parts(build_tiny_model("llama", dtype=torch.float32))
     whole = model_shape(parts)
-    for name, value in (
-        ("num_shards", 4),
-        ("is_sharded", True),
-        ("gathered_dtype", torch.bfloat16),
-        ("whole_bytes", 0),
-    ):
-        monkeypatch.setattr(type(parts), name, lambda self, value=value: value)
+    _shard(monkeypatch, parts)
     shape = model_shape(parts)
     assert (shape.shards, shape.dtype_bytes, shape.parameter_bytes) == (4, 2, 2)
     assert shape.gradient_bytes == whole.gradient_bytes // 4
@@ -411,9 +413,7 @@ def test_adapters_are_counted_in_the_dtype_in_which_fsdp2_gathers_them(
     wide = model_shape(parts)
     assert wide.lora is not None
     assert wide.lora.dtype_bytes == 4
-    patched = {"num_shards": 4, "is_sharded": True, "gathered_dtype": torch.bfloat16}
-    for name, value in {**patched, "whole_bytes": 0}.items():
-        monkeypatch.setattr(type(parts), name, lambda self, value=value: value)
+    _shard(monkeypatch, parts)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         shape = model_shape(parts)
     asked = request_for(
@@ -443,5 +443,25 @@ def test_weights_that_fsdp2_leaves_out_are_counted_whole() -> None:
         if all(parameter is not other for other in out):
             parameter.device_mesh = mesh
     assert parts.whole_bytes() == sum(p.nbytes for p in out) > 0
-    more = model_shape(parts).weight_bytes - whole.with_shards(4).weight_bytes
-    assert more == parts.whole_bytes() * 3 // 4
+    shape, sharded = model_shape(parts), whole.with_shards(4)
+    # The layer in use, the next one and its buffer are gathered without them.
+    gathered = sharded.gathered_bytes(0) - shape.gathered_bytes(0)
+    assert gathered == out[0].nbytes
+    more = shape.weight_bytes - sharded.weight_bytes
+    assert more == parts.whole_bytes() * 3 // 4 - 3 * gathered
+
+
+def test_packed_weights_are_gathered_as_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four 4-bit weights in each element of a 16-bit dtype."""
+    model: Any = build_tiny_model("llama", dtype=torch.bfloat16)
+    parts = find_parts(model)
+    wide = model_shape(parts).with_shards(4)
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            parameter.data = parameter.detach().flatten()[::4, None].contiguous()
+    _shard(monkeypatch, parts)
+    norms = 2 * 2 * parts.decoder.norm.weight.numel()
+    for layer, held in enumerate(parts.layers):
+        packed = model_shape(parts).gathered_bytes(layer)
+        assert packed == sum(p.nbytes for p in held.parameters())
+        assert packed - norms == (wide.gathered_bytes(layer) - norms) / 4

@@ -146,8 +146,11 @@ def test_fsdp2_with_adapters_on_4_bit_weights(tmp_path: Path, storage):
     ours["weights"] = {name: x for name, x in ours["weights"].items() if "lora" in name}
     assert_same_run(ours, plain, ("loss", "grad_norm"))
     # Of two layers: attention's projections and the MLP's, two weights to a byte.
-    linears = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 64)
-    assert ours["whole_bytes"] == (linears // 2 if storage == "uint8" else 0)
+    linears = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 64
+    assert ours["whole_bytes"] == (2 * linears // 2 if storage == "uint8" else 0)
+    # A layer's are gathered packed, eight in a float32, with two norms and an adapter of rank 8.
+    packed = linears // 8 if storage == "float32" else 0
+    assert ours["gathered"] == [packed + 2 * 64 + 8 * (64 + 64)] * 2
 
 
 @needs_fsdp2
@@ -206,16 +209,21 @@ def test_fsdp2_by_chunk_refuses_other_numbers_of_chunks(tmp_path: Path):
         ({"order": "by_layer"}, "gemma3", "image", "ConfigError: 24 tokens in 2 chunks: "),
         ({"order": "by_chunk"}, "gemma3", "packed", "UnsupportedModelError: FSDPGemma3"),
         ({"sp_size": 2}, "gemma3", "image", "ConfigError: 24 tokens in 2 chunks: "),
+        ({"order": "by_chunk"}, "gemma3", "pixels", "RuntimeError: "),
     ],
-    ids=["by chunk", "groups of rows", "too large an image", "packed images", "shared"],
+    ids=["by chunk", "groups of rows", "too large an image", "packed images", "shared", "encoder"],
 )
 def test_fsdp2_ranks_that_compare_plans_hear_what_one_refuses(
     tmp_path: Path, settings, family, bad, reason
 ):
-    """Else they would wait for it; or, where a script goes on, be a batch ahead."""
+    """Else they would wait for it; or, where a script goes on, be a batch ahead.
+
+    Of what fails in an encoder, too, which FSDP2 does not wrap.
+    """
     job = {"kind": "fsdp2", "rows": 2, "bad": bad, "settings": {"num_chunks": 2, **settings}}
     if family is not None:
-        job |= {"family": family, "images": list(range(8))}
+        wraps = 1 if bad == "pixels" else 2
+        job |= {"family": family, "images": list(range(8)), "wraps": wraps}
     shares = settings.get("sp_size", 1)
     refused, step = run_job(job, 2 * shares, tmp_path)["history"]
     message = f"PipelineError: This batch is run by no rank, because rank {shares} refuses it: "

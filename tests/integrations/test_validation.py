@@ -12,6 +12,7 @@ from sppo_hf.integrations.validation import (
     check_accelerator,
     check_parallel_sizes,
     check_shared_batches,
+    check_shared_launch,
     check_training_arguments,
 )
 
@@ -55,6 +56,15 @@ def test_supported_launch_types_are_accepted(kind, monkeypatch):
 def test_other_engines_are_refused_by_name(kind):
     with pytest.raises(ConfigError, match=rf"{kind.value}.*DDP, or FSDP2.*Remedy"):
         check_accelerator(_accelerator(kind))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes"),
+    [({"pp_size": 2}, 2), ({"sp_size": 2}, 2), ({"pp_size": 2, "sp_size": 3}, 6)],
+)
+def test_a_single_process_is_told_how_many_share_a_batch(sizes, processes):
+    with pytest.raises(ConfigError, match=rf"--num_processes {processes}\b.*node {processes} "):
+        check_shared_launch(_accelerator(DistributedType.NO), SPPOConfig(**sizes))
 
 
 def test_fsdp_version_one_is_refused():

@@ -155,8 +155,9 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     """Train by a raw loop under FSDP2 on several ranks, or plainly on one.
 
     With "lengths" the rows of a step have these, and with "pads" all ranks pad theirs alike. With
-    "images" the model is of the multimodal "family", and of its rows these have an image each. With
-    "bad" the last rank alone is given a first batch that it refuses.
+    "images" the model is of the multimodal "family", and of its rows these have an image each; with
+    "wraps" FSDP2 wraps the first classes of its layers alone. With "bad" the last rank alone is
+    given a first batch that it refuses.
     """
     sharding = None
     family = job.get("family", "qwen3_vl")
@@ -165,7 +166,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         sharding = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=LAYERS[family]
+            transformer_cls_names_to_wrap=LAYERS[family][: job.get("wraps")]
             if "images" in job
             else ["LlamaDecoderLayer"],
             state_dict_type="SHARDED_STATE_DICT",
@@ -198,10 +199,11 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         bad = job.get("bad") if step == 0 and rank == ranks - 1 else None
         batch = _make_batch(picked, job, bad)
         items = sum(int((row["labels"][1:] != -100).sum()) for row in everywhere)
+        refusals = (SPPOError, RuntimeError) if "bad" in job else (SPPOError,)
         # Every rank divides by the items of all; gradients are averaged over ranks (or replicas).
         try:
             loss = model(**batch, num_items_in_batch=items).loss * ranks
-        except SPPOError as error:
+        except refusals as error:
             said = f"{type(error).__name__}: {error}"
             if "bad" not in job:
                 return {"refused": said, "rank": accelerator.process_index}
@@ -224,6 +226,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         "history": history,
         "shards": None if shape is None else shape.shards,
         "dtype_bytes": None if shape is None else shape.dtype_bytes,
+        "gathered": None if shape is None else shape.gathered_elements,
         "whole_bytes": None if engine is None else engine.parts.whole_bytes(),
         "wrapper": type(model).__name__,
         "mesh": None if mesh is None else list(mesh.mesh_dim_names),
@@ -246,7 +249,11 @@ def _model_and_rows(job: dict[str, Any], family: str) -> tuple[nn.Module, list[A
 def _make_batch(
     rows: list[dict[str, torch.Tensor]], job: dict[str, Any], bad: str | None
 ) -> dict[str, torch.Tensor]:
-    """A rank's batch; a bad one lacks labels, is one image, or packs documents around images."""
+    """A rank's batch.
+
+    A bad one lacks labels, is one image, packs documents around images, or has images that the
+    encoder cannot read.
+    """
     if "lengths" in job:
         return _pad(rows, whole=job.get("pads", False))
     batch = collate_images(rows)
@@ -255,6 +262,8 @@ def _make_batch(
     elif bad == "image":
         (name,) = (name for name in batch if name.endswith("token_type_ids"))
         batch[name] = torch.ones_like(batch[name])
+    elif bad == "pixels":
+        batch["pixel_values"] = batch["pixel_values"][:, :1]
     elif bad == "packed":
         batch["position_ids"] = (torch.arange(ROW_TOKENS) % 12)[None]
     return batch

@@ -4,10 +4,18 @@ import pytest
 import torch
 
 from sppo_hf.config import SPPOConfig
+from sppo_hf.engine.forward_calls import read_call
+from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.errors import PipelineError
 from sppo_hf.pipeline import agreement
-from sppo_hf.pipeline.agreement import check_agreement, check_replicas, settings_checksum
+from sppo_hf.pipeline.agreement import (
+    call_facts,
+    check_agreement,
+    check_replicas,
+    settings_checksum,
+)
 from sppo_hf.pipeline.mesh import PipelineMesh
+from sppo_hf.testing.tiny_models import build_tiny_model
 
 MESH = PipelineMesh(2, 1, 0, 0, torch.device("cpu"))
 
@@ -32,6 +40,44 @@ def test_facts_that_differ_are_named(monkeypatch):
 def test_own_numbers_of_all_ranks_are_returned(monkeypatch):
     _other_rank_says(monkeypatch, 2, 64, 5, 9)
     assert check_agreement(MESH, {"rows": 2, "tokens": 64}, 7, 9) == [(7, 9), (5, 9)]
+
+
+def _positions(*lengths: int) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+@pytest.mark.parametrize(
+    ("fact", "given", "on_other_rank"),
+    [
+        # Their sums are equal; which row or document a token is in is not.
+        ("input_ids", {}, {"input_ids": torch.tensor([[5, 1, 2, 3, 4, 6, 7, 8]])}),
+        ("labels", {}, {"labels": torch.tensor([[5, 1, 2, 3, 4, 6, 7, 8]])}),
+        ("position_ids", {"position_ids": _positions(3, 5)}, {"position_ids": _positions(5, 3)}),
+        ("position_ids", {}, {"position_ids": _positions(5, 3)}),
+        (
+            "cu_seq_lens",
+            {"cu_seq_lens_q": torch.tensor([0, 2, 5, 8])},
+            {"cu_seq_lens_q": torch.tensor([0, 1, 6, 8])},
+        ),
+        (
+            "attention_mask",
+            {"attention_mask": torch.tensor([[1] * 6 + [0] * 2])},
+            {"attention_mask": torch.tensor([[0] * 2 + [1] * 6])},
+        ),
+        ("num_items_in_batch", {"num_items_in_batch": 7}, {"num_items_in_batch": 14}),
+    ],
+)
+def test_what_changes_the_gradient_has_a_number(fact, given, on_other_rank):
+    model = build_tiny_model("llama")
+    ids = torch.arange(1, 9)[None]
+
+    def facts(more: dict[str, object]) -> dict[str, int]:
+        batch = {"input_ids": ids, "labels": ids, **more}
+        call = read_call(find_parts(model), model.forward, (), batch)
+        return call_facts(call, SPPOConfig())
+
+    ours, theirs = facts(given), facts(on_other_rank)
+    assert {name for name in ours if ours[name] != theirs[name]} == {fact}
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,9 @@ def test_sequences_within_a_machine_are_not(
 def test_one_process_without_a_launch_is_told_how_to_start() -> None:
     with pytest.raises(ConfigError, match=r"pp_size=2 needs 2 processes.*--num_processes 2"):
         shared_mesh(2, torch.device("cpu"), 600)
+    both = r"pp_size x sp_size=6 needs 6 processes.*--num_processes 6"
+    with pytest.raises(ConfigError, match=both):
+        shared_mesh(2, torch.device("cpu"), 600, 3)
 
 
 def test_ranks_of_a_pipeline_are_neighbours() -> None:

@@ -126,7 +126,7 @@ def test_stages_are_planned_anew_for_other_trained_parameters(
     call = read_call(engine.parts, engine.original_forward, (), make_batch(tokens=20))
 
     def plan() -> BatchPlans:
-        engine._check_agreement(call, call.layout())
+        engine._check_agreement(call)
         return engine._stage_plans.get(1, 20, torch.device("cpu"), micro_batches=1)
 
     whole = plan()

@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sppo_hf.config import SPPOConfig
 from sppo_hf.errors import ConfigError, ScheduleError
 from sppo_hf.planning import cluster
+from sppo_hf.planning.activation_modes import RECOMPUTE_BY_SAVED, Saved
+from sppo_hf.planning.choices import DeviceFacts
 from sppo_hf.planning.cluster import (
     ClusterRequest,
     _few_rows,
     _num_actions,
+    _reduce_seconds,
     _simulate_rows,
     _warm_up,
     _worse,
@@ -24,9 +28,11 @@ from sppo_hf.planning.cluster import (
     solve_cluster,
 )
 from sppo_hf.planning.cost import ModelCost
+from sppo_hf.planning.decisions import Order
 from sppo_hf.planning.layouts import Layout, SearchSpace
 from sppo_hf.planning.memory import Budgets
 from sppo_hf.planning.pipeline_cost import head_blocks_of
+from sppo_hf.planning.plan import PlanRequest, make_plan
 from sppo_hf.planning.tiers import Tier
 from sppo_hf.registry import SCHEDULES
 from sppo_hf.schedule.generate import (
@@ -360,9 +366,48 @@ def test_a_layout_of_which_nothing_leaves_is_not_simulated_twice() -> None:
     """And is found, even where no action is left for the other one."""
     search = cluster._Search(QUESTION, keep=1, slack=0.0)
     stays = Layout("seq1f1b", 1, 4, 1, 1, "flops", "matmuls", "none")
-    assert search._simulate(stays._replace(offload="full"), math.inf)
+    # By that rule the last chunk stays on the device.
+    assert search._simulate(stays._replace(offload="sppo"), math.inf)
     assert search.best == [simulate_layout(QUESTION, stays)]
     assert stays in search.simulated
+
+
+@pytest.mark.parametrize("order", ["by_chunk", "by_layer"])
+@pytest.mark.parametrize("saved", ["whole", "matmuls", "inputs"])
+def test_a_layout_of_one_stage_is_what_its_run_plans(order: Order, saved: Saved) -> None:
+    """To the byte, whatever leaves the device."""
+    budgets = Budgets(device=1000 * GIB, host=1000 * GIB, disk=0)
+    question = replace(QUESTION, total_tokens=65_536, rows=2, gpus=2, budgets=budgets)
+    cost, memory = QUESTION.cost, {"device": 2000 * GIB, "host": 2000 * GIB}
+    for offload, kv_tier in product(("none", "full", "sppo"), ("device", "host")):
+        layout = Layout("seq1f1b", 1, 2, 1, 8, "flops", saved, offload, kv_tier, order=order)
+        found = simulate_layout(question, layout)
+        config = SPPOConfig(
+            chunk_lengths=[end - start for start, end in found.bounds],
+            recompute=RECOMPUTE_BY_SAVED[saved],
+            offload=offload,
+            offload_kv="none" if kv_tier == "device" else "full",
+            order=order,
+            device_memory=budgets.device,
+            host_memory=budgets.host,
+        )
+        plan = make_plan(
+            PlanRequest(
+                shape=cost.shape,
+                config=config,
+                device=DeviceFacts(kind="cuda", name="a", memory_bytes=memory, profile=PROFILE),
+                total_tokens=question.total_tokens,
+                batch_rows=1,
+                accumulates=False,
+                dtype_name=cost.dtype_name,
+                by_layer_refusal=None,
+            )
+        )
+        assert found.peak_bytes == (plan.estimate.peak_bytes("device"),)
+        assert plan.prediction is not None
+        reduced = _reduce_seconds(question, layout)
+        assert found.step_seconds - reduced == pytest.approx(plan.prediction.step_seconds)
+        assert found.host_bytes == 2 * plan.estimate.peak_bytes("host")
 
 
 def test_less_memory_is_slower() -> None:
@@ -497,7 +542,7 @@ def test_a_search_cut_short_says_what_it_did_not_see() -> None:
     question = within(6)
     whole = solve_cluster(question, keep=3)
     assert (whole.num_skipped, whole.skipped_min_seconds) == (0, None)
-    short = solve_cluster(question, keep=3, max_actions=1000)
+    short = solve_cluster(question, keep=3, max_actions=2000)
     assert 0 < short.num_simulated < whole.num_simulated
     assert short.num_skipped > 0
     assert short.skipped_min_seconds is not None

@@ -15,8 +15,8 @@ from sppo_hf.planning.activation_modes import mode_of
 from sppo_hf.planning.chunk_bounds import even_bounds
 from sppo_hf.planning.cluster import (
     ClusterRequest,
-    _simulate_rows,
     layouts,
+    program_of_one_stage,
     simulate_layout,
     solve_cluster,
 )
@@ -27,9 +27,7 @@ from sppo_hf.planning.lowering import estimate, lower
 from sppo_hf.planning.memory import Budgets, Cause
 from sppo_hf.planning.model_profile import LoraShape
 from sppo_hf.planning.model_shape import ModelShape
-from sppo_hf.planning.pipeline_cost import PipelineCost, exposed_reduce_seconds
 from sppo_hf.planning.policies import uniform_modes
-from sppo_hf.schedule.generate import Size, generate
 from tests.planning.profiles import PROFILE
 from tests.planning.shapes import llama_config, shape_of
 
@@ -135,19 +133,15 @@ def test_gradients_of_several_rows_are_accumulated(
 ) -> None:
     layout = Layout("seq1f1b", 1, 1, 1, CHUNKS, "flops", "whole", "none", sp=SHARDS)
     asked = question(ALL, rows=rows)
-    _, _, timeline = _simulate_rows(asked, layout._replace(sharded=sharded), rows)
-    curve = timeline.curves_by_cause("0.device")[Cause.GRADIENTS]
-    assert max(size for _, size in curve) == elements * ALL.total_parameters
+    program = program_of_one_stage(asked, layout._replace(sharded=sharded), rows)
+    assert program.estimate.most_bytes(Cause.GRADIENTS) == elements * ALL.total_parameters
 
 
 @pytest.mark.parametrize("shape", [ALL, LORA], ids=["all weights", "LoRA"])
 def test_seconds_by_chunk(shape: ModelShape) -> None:
     """All weights come for every chunk in both directions, gradients leave once."""
-    cost, bounds = cost_of(shape, SLOW), even_bounds(TOKENS, CHUNKS)
-    schedule = generate("seq1f1b", Size(1, 1, CHUNKS))
-    reduce_seconds = exposed_reduce_seconds(cost, bounds, "whole", order="by_chunk")
-    costs = PipelineCost(schedule, cost, bounds, reduce_seconds=reduce_seconds)
-    found = costs.simulate(costs.lowered(schedule, reduce=True)).end_seconds
+    layout = Layout("seq1f1b", 1, SHARDS, 1, CHUNKS, "even", "whole", "none", sharded=True)
+    found = simulate_layout(question(shape, SLOW), layout).step_seconds
     trains_all = shape is ALL
     layers = LAYERS * (LAYER + (0 if trains_all else ADAPTERS))
     # The head stays from the last forward to the first backward.
@@ -156,8 +150,6 @@ def test_seconds_by_chunk(shape: ModelShape) -> None:
     elements += LAYERS * LAYER + 2 * TABLE if trains_all else LAYERS * ADAPTERS
     norms = LAYERS * 2 * 1024
     assert found == pytest.approx(moved_seconds(elements), rel=norms / layers)
-    standing = {change.cause: change.num_bytes for change in costs.standing()}
-    assert standing[Cause.GRADIENTS] == 2 * shape.trainable_parameters
 
 
 @pytest.mark.parametrize("rows", [1, 3])
