@@ -350,6 +350,12 @@ def indexer_reason(text: object) -> str | None:
     """
     code = _model_code(family(text))
     if code is not None and "update_indexer" in code and re.search(r"\bindices=", code):
+        sources: list[int] = getattr(text, "kv_source_layers", None) or []
+        if sources != list(range(len(sources))):
+            return (
+                "some of its layers make keys of their own from what another layer has stored "
+                f"(kv_source_layers={show(sources)})"
+            )
         return None
     for field in ("index_topk", "index_topk_blocks", "indexer_budget"):
         value = getattr(text, field, None)

@@ -357,11 +357,8 @@ _MULTIMODAL = {
     ),
     "mistral3": _family("multimodal"),
     "mistral_large4": _family(
-        "multimodal, MLA, an indexer chooses keys for several layers, layers that share latents",
-        text_config={
-            "indexer_types": ["full", "shared", "full", "shared", "full", "full"],
-            "kv_source_layers": [0, 0, 0, 3, 3, 5],
-        },
+        "multimodal, MLA, an indexer chooses keys for several layers",
+        text_config={"indexer_types": ["full", "shared", "full", "shared", "full", "full"]},
     ),
     "llava": _family("multimodal"),
     "internvl": _family("multimodal"),
