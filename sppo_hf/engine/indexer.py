@@ -121,9 +121,7 @@ def _choose(
     return indices_BCS
 
 
-def _visible(
-    queries: range, rows: tuple[RowSpans, ...] | None, device: torch.device
-) -> Tensor:
+def _visible(queries: range, rows: tuple[RowSpans, ...] | None, device: torch.device) -> Tensor:
     """Return the causal mask of the queries within their documents, `[B or 1, c, T]`."""
     query_c = torch.arange(queries.start, queries.stop, device=device)
     key_T = torch.arange(queries.stop, device=device)

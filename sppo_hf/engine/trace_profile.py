@@ -587,7 +587,9 @@ class _LayerRun:
         self._parts = parts
         self._layer = call.layer
         self._training = training
-        self.kv = _ObservedKV(tokens, call.stored_keys)
+        self.indexers: tuple[Any, ...] = indexers_of(call.layer)
+        chooses = bool(self.indexers) or call.kwargs.get(CHOSEN) is not None
+        self.kv = _ObservedKV(tokens, call.stored_keys, chooses)
         self._is_fake = isinstance(call.hidden, FakeTensor)
         weights = (*call.layer.parameters(), *call.layer.buffers())
         self._not_activations = {storage_key(tensor) for tensor in weights}
@@ -629,7 +631,6 @@ class _LayerRun:
         self._late: set[int | None] = set()
         """Storages saved behind the first matmul that follows attention."""
         self._attending_child: str | None = None
-        self.indexers: tuple[Any, ...] = indexers_of(call.layer)
         self._matmuls_to_choice = 0
         self._index_keys = IndexKeys(tokens)
         self._router_logits: list[Tensor] = []
@@ -645,7 +646,7 @@ class _LayerRun:
         def leaf(tensor: Tensor) -> Tensor:
             own = _fake_mode().from_tensor(tensor) if self._is_fake else tensor
             own = own.detach().requires_grad_(tensor.requires_grad)
-            if name.startswith(_POSITIONS):
+            if name.startswith(_POSITIONS) or name == CHOSEN:
                 self._not_activations.add(storage_key(own))
             else:
                 self._argument_bytes[storage_key(own)] = own.nbytes
@@ -684,6 +685,8 @@ class _LayerRun:
 
     def end_choice(self, indices_BCS: Tensor | None) -> None:
         del self._counter.matmuls[self._matmuls_to_choice :]
+        if indices_BCS is not None:  # counted as those of a longer sequence
+            self._not_activations.add(storage_key(indices_BCS))
         self._counter.trackers += (self._unused_finder, self._recorder)
 
     def chosen(self) -> None:
@@ -1037,8 +1040,9 @@ def _matmul_flops(name: str, left: Tensor, right: Tensor, out: Tensor) -> int:
 class _ObservedKV(LayerKV):
     """K/V of a layer that remember with which heads and window attention is called."""
 
-    def __init__(self, tokens: int, stored_keys: dict[int | None, Tensor]) -> None:
+    def __init__(self, tokens: int, stored_keys: dict[int | None, Tensor], chooses: bool) -> None:
         super().__init__(((0, tokens),))
+        self._backend = _NoCompute(by_token=chooses)
         self._stored_keys = stored_keys
         self.is_borrowed = False
         """Whether keys and values are those of an earlier layer."""
@@ -1053,7 +1057,7 @@ class _ObservedKV(LayerKV):
 
     def choose_backend(self, requirement: AttentionSpec) -> Backend:
         self._gqa_ratio = requirement.gqa_ratio
-        return _NO_COMPUTE
+        return self._backend
 
     def put(self, chunk: int, k_BKCH: Tensor, v_BKCH: Tensor, *, keep: Keep | None = None) -> None:
         self.num_kv_heads, self.qk_head_size = k_BKCH.shape[1], k_BKCH.shape[-1]
@@ -1078,6 +1082,10 @@ class _NoCompute(Backend):
 
     name = "nothing"
 
+    def __init__(self, *, by_token: bool) -> None:
+        """Lay the output out as `[B, C, N, H]` whatever the queries are, as kernels with a bias."""
+        self._by_token = by_token
+
     def reason_unsupported(self, requirement: Any) -> str | None:
         return None
 
@@ -1093,7 +1101,7 @@ class _NoCompute(Backend):
         sums = accumulation_dtype(q_BNCH.dtype)
         lse_BNC = q_BNCH.new_zeros(rows, heads, tokens, dtype=sums)
         size = v_BKTH.shape[-1]
-        if q_BNCH.is_contiguous():
+        if q_BNCH.is_contiguous() and not self._by_token:
             # The CPU's kernel and cuDNN's lay out their output like the queries.
             return AttentionOutput(q_BNCH.new_zeros(rows, heads, tokens, size), lse_BNC)
         return AttentionOutput(q_BNCH.new_zeros(rows, tokens, heads, size).transpose(1, 2), lse_BNC)
@@ -1104,6 +1112,3 @@ class _NoCompute(Backend):
         return Gradients(
             torch.zeros_like(q_BNCH), torch.zeros_like(k_BKTH), torch.zeros_like(v_BKTH)
         )
-
-
-_NO_COMPUTE = _NoCompute()

@@ -36,9 +36,9 @@ from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.encoded_inputs import encoders
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.forward_calls import ForwardCall
+from sppo_hf.engine.indexer import indexers_of
 from sppo_hf.engine.model_parts import ModelParts, are_sharded
 from sppo_hf.engine.plan_cache import trainable_mask
-from sppo_hf.engine.indexer import indexers_of
 from sppo_hf.engine.recurrent_state import mixers_of
 from sppo_hf.engine.sequence_group import (
     check_heads,

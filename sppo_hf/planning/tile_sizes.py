@@ -45,8 +45,9 @@ def loss_tile_tokens(
 
 
 INDEX_TILE_BYTES = 2**28
-"""Maximum bytes of an indexer's scores at once, of one query at least. Its own code makes another tensor of that size of them, and
-copies all index keys to float32, which takes little time beside this many products."""
+"""Maximum bytes of an indexer's scores at once, of one query at least. Its own code makes another
+tensor of that size, and copies all index keys to float32, which takes little time beside this many
+products."""
 
 
 BIAS_BYTES = 2**27

@@ -73,12 +73,12 @@ ALWAYS = (
 # Multimodal models have the layers of their text decoder, which are counted here under its name.
 # Variants of a family differ from it in nothing that is counted here; phi3's long rotary tables
 # have a length of their own. What dbrx saves expert by expert is no multiple of the tokens, by
-# which `saved_bytes` knows activations.
+# which `saved_bytes` knows activations; sizes of dots3_note_text depend on each other.
 ACCEPTED = sorted(
     name
     for name, tiny in FAMILIES.items()
     if tiny.model_type in PROVED
-    and name not in (*MULTIMODAL, "phi3-longrope", "dbrx")
+    and name not in (*MULTIMODAL, "phi3-longrope", "dbrx", "dots3_note_text")
     and not name.endswith("router-loss")
 )
 # A router that is float32 in a model made in 16 bits, and is not in one that is cast to them.
@@ -168,7 +168,8 @@ def _check_flops_and_products(
     whole = _step_flops(model, "whole", monkeypatch)
     # The loss computes the head's gradients in forward, so only their sum can be compared.
     linear = shape.linear_flops_per_token() + shape.backward_linear_flops_per_token()
-    assert linear == _about(whole)
+    scored = sum(layer.index_flops_per_key for layer in shape.layers) * TOKENS  # hidden ones too
+    assert linear + scored == _about(whole)
     # Recomputing all but inputs, which is the simpler way, is tried of every second family.
     for saved in ("matmuls", *turn(("inputs",), 2, ACCEPTED.index(family))):
         again = _step_flops(model, saved, monkeypatch) - whole

@@ -1,0 +1,178 @@
+"""Sparse attention whose keys an indexer chooses: the choice itself, its memory, its packed rows.
+
+That families are exact in each setting is in `test_exactness.py`, over stages in `tests/pipeline`.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from sppo_hf.config import SPPOConfig
+from sppo_hf.engine import indexer
+from sppo_hf.engine.convert import convert
+from sppo_hf.engine.device_facts import model_shape
+from sppo_hf.engine.family_guard import family_check_disabled
+from sppo_hf.engine.indexer import IndexKeys, indexers_of
+from sppo_hf.engine.model_parts import find_parts
+from sppo_hf.engine.step_observer import StepObserver
+from sppo_hf.errors import UnsupportedModelError
+from sppo_hf.pipeline.multiplex import check_shareable_units
+from sppo_hf.pipeline.sequence_parallel import check_shareable_sequences
+from sppo_hf.planning.config_file import check_config
+from sppo_hf.planning.memory import Cause
+from sppo_hf.planning.plan import Plan
+from sppo_hf.testing.exactness import compare
+from sppo_hf.testing.tiny_families import FAMILIES
+from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config
+from tests.sweeps import turn
+
+TOKENS = 29
+FEW, ALL_KEYS = {"index_topk": 3}, {"index_topk": TOKENS}
+SHARED = {"indexer_types": ["full", "shared", "shared"]}
+INDEXED = [
+    name
+    for name in ("deepseek_v32", "axk2", "dots3_note_text", "hy_v4", "glm_moe_dsa")
+    if FAMILIES[name].model_type in CONFIG_MAPPING_NAMES
+]
+
+
+@functools.cache
+def _model(family: str, **changes: Any) -> Any:
+    model = build_tiny_model(family, **changes)
+    model.config.use_cache = False  # with a cache Transformers does not look for documents
+    return model
+
+
+def _packed(*rows: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    batch = make_batch(rows=len(rows), tokens=TOKENS)
+    positions = [list(itertools.chain(*map(range, row))) for row in rows]
+    return {**batch, "position_ids": torch.tensor(positions)}
+
+
+BATCHES = {
+    "packed": _packed((3, 1, 14, 11), (20, 9)),
+    "padding": make_batch(rows=2, tokens=TOKENS, padding=(11, 0), left_padding=(0, 6)),
+}
+SETTINGS = [
+    {"order": "by_chunk", "recompute": "full", "offload": "full", "offload_kv": "full"},
+    {"order": "by_layer", "recompute": "none", "offload": "full"},
+    {"order": "by_layer", "recompute": "selective", "offload_kv": "full"},
+    {"order": "by_chunk", "recompute": "none", "micro_batch_size": 1},
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "batch", "settings"),
+    [
+        pytest.param(family, batch, settings, id=f"{family}-{batch}-{number}")
+        for index, (family, batch) in enumerate(itertools.product(INDEXED, BATCHES))
+        for number, settings in turn(list(enumerate(SETTINGS)), 4, index)
+    ],
+)
+def test_rows_with_documents_and_padding(family: str, batch: str, settings: Any) -> None:
+    config = SPPOConfig(chunk_lengths=(9, 1, 5, 14), min_offload_size=1, **settings)
+    with family_check_disabled():
+        report = compare(_model(family), BATCHES[batch], config)
+    assert report.exact, str(report)
+
+
+@pytest.mark.parametrize("changes", [FEW, ALL_KEYS], ids=["few", "all"])
+@pytest.mark.parametrize("tile_bytes", [1, 9 * 16 * TOKENS * 4])
+def test_a_choice_in_tiles_is_that_of_all_queries_at_once(
+    changes: dict[str, int], tile_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sppo_hf.planning.tile_sizes.INDEX_TILE_BYTES", tile_bytes)
+    config = SPPOConfig(chunk_lengths=(2, 16, 11), recompute="full")
+    report = compare(_model("deepseek_v32", **changes), make_batch(tokens=TOKENS), config)
+    assert report.exact, str(report)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_rerun_does_not_choose_again(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_tiny_model("deepseek_v32")
+    convert(model, SPPOConfig(num_chunks=3, recompute=recompute, order="by_chunk"))
+    num_chosen, tile_tokens = [0], indexer.index_tile_tokens
+
+    def counted(*sizes: int) -> int:
+        num_chosen[0] += 1
+        return tile_tokens(*sizes)
+
+    monkeypatch.setattr(indexer, "index_tile_tokens", counted)
+    model(**make_batch(tokens=TOKENS)).loss.backward()
+    assert num_chosen == [len(indexers_of(model)) * 3]
+
+
+def test_index_keys_are_freed_after_the_last_chunk() -> None:
+    keys = IndexKeys(5)
+    first, second = torch.rand(2, 3, 4), torch.rand(2, 2, 4)
+    assert torch.equal(keys.update_indexer(first, 0), first)
+    whole = keys.update_indexer(second, 0)
+    assert torch.equal(whole, torch.cat([first, second], dim=1))
+    assert keys._keys is None
+
+
+def test_the_plan_counts_keys_and_choices() -> None:
+    """A choice beside a layer's inputs; index keys, and a choice that later layers get, apart."""
+    few, all_keys = (
+        model_shape(find_parts(_model("deepseek_v32", **changes))).layers[2]
+        for changes in (FEW, ALL_KEYS)
+    )
+    more = {"whole_bytes", "matmuls_bytes", "inputs_bytes"}
+    differing = {
+        field.name: getattr(all_keys, field.name) - getattr(few, field.name)
+        for field in dataclasses.fields(few)
+        if getattr(all_keys, field.name) != getattr(few, field.name)
+    }
+    assert differing == dict.fromkeys(more, 4 * (TOKENS - 3))
+    assert (few.index_heads, few.index_head_size, few.index_bytes) == (16, 16, 16 * 8)
+
+    without = model_shape(find_parts(build_tiny_model("deepseek_v3"))).layers[1]
+    assert without.mlp_width == few.mlp_width
+    assert few.inputs_bytes - without.inputs_bytes == 4 * 3
+    # Not rerun, and without a gradient.
+    weights = 16 * 16 * 16 + 32 * 16 + 32 * 16  # of queries, keys and heads
+    assert few.forward_flops - without.forward_flops == 2 * weights
+    assert few.inputs_recompute_flops == without.inputs_recompute_flops
+    assert few.input_gradient_flops == without.input_gradient_flops
+
+    _, shared, _ = model_shape(find_parts(build_tiny_model("glm_moe_dsa", **SHARED))).layers
+    assert (shared.index_heads, shared.index_bytes) == (0, 4 * 8)
+
+    observer = _Plans()
+    model = convert(build_tiny_model("deepseek_v32"), SPPOConfig(num_chunks=2), observer=observer)
+    model(**make_batch(rows=2, tokens=TOKENS))
+    assert observer.plan.estimate.most_bytes(Cause.INDEX) == 2 * TOKENS * 3 * 16 * 8
+
+
+class _Plans(StepObserver):
+    plan: Plan
+
+    def on_plan(self, plan: Plan, model_name: str) -> None:
+        self.plan = plan
+
+
+def test_what_cannot_be_shared_among_ranks_is_refused() -> None:
+    for family in INDEXED:
+        parts = find_parts(build_tiny_model(family))
+        with pytest.raises(UnsupportedModelError, match=r"have indexers.*Remedy: drop sp_size"):
+            check_shareable_sequences(parts, 2)
+        with pytest.raises(UnsupportedModelError, match=r"have indexers.*Remedy: pp_msp='off'"):
+            check_shareable_units(parts, (), 2)
+        assert not model_shape(parts).tokens_can_be_shared
+    assert model_shape(find_parts(build_tiny_model("llama"))).tokens_can_be_shared
+
+
+@pytest.mark.skipif("mistral_large4" not in CONFIG_MAPPING_NAMES, reason="newer Transformers")
+def test_layers_that_make_keys_of_what_others_store_are_refused() -> None:
+    changes = {"kv_source_layers": [0, 0, 0, 3, 3, 5]}
+    model = build_tiny_model("mistral_large4", text_config=changes)
+    said = r"make keys of their own from what another layer has stored \(kv_source_layers=\[0, 0"
+    with pytest.raises(UnsupportedModelError, match=said):
+        convert(model, SPPOConfig())
+    with pytest.raises(UnsupportedModelError, match=said):
+        check_config(tiny_config("mistral_large4", text_config=changes))
