@@ -490,6 +490,7 @@ def _trace_layer(
             index_heads=sum(x.n_heads for x in runs[1].indexers),
             index_head_size=max((x.head_dim for x in runs[1].indexers), default=0),
             index_bytes=runs[1].index_bytes,
+            chosen=runs[1].chosen,
             returns_more=runs[1].returns_more,
             **per_token,
             largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
@@ -588,8 +589,8 @@ class _LayerRun:
         self._layer = call.layer
         self._training = training
         self.indexers: tuple[Any, ...] = indexers_of(call.layer)
-        chooses = bool(self.indexers) or call.kwargs.get(CHOSEN) is not None
-        self.kv = _ObservedKV(tokens, call.stored_keys, chooses)
+        self.chosen = bool(self.indexers) or call.kwargs.get(CHOSEN) is not None
+        self.kv = _ObservedKV(tokens, call.stored_keys, self.chosen)
         self._is_fake = isinstance(call.hidden, FakeTensor)
         weights = (*call.layer.parameters(), *call.layer.buffers())
         self._not_activations = {storage_key(tensor) for tensor in weights}
@@ -694,10 +695,9 @@ class _LayerRun:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes per token of an indexer's keys, or of the choice that an earlier one has made."""
-        kwargs, element = self._kwargs, self.hidden.element_size()
-        given = self._chosen_bytes if kwargs.get(CHOSEN) is not None else 0
-        return given + sum(x.head_dim * element for x in self.indexers)
+        """Bytes per token of an indexer's keys, and of a choice that later layers get."""
+        passed_on = self._chosen_bytes if self.indexers and self.returns_more else 0
+        return passed_on + sum(x.head_dim * self.hidden.element_size() for x in self.indexers)
 
     @property
     def _chosen_bytes(self) -> int:

@@ -189,8 +189,11 @@ class LayerProfile:
     """Elements of one head of an indexer, and of its key."""
 
     index_bytes: int = 0
-    """Bytes on the device until backward of an indexer's keys, or of the choice of another layer's
-    indexer, which the layer gets. Its own choice is saved with the layer's inputs."""
+    """Bytes on the device until backward of an indexer's keys, and of a choice that later layers
+    get. Its own choice is saved with the layer's inputs, too."""
+
+    chosen: bool = False
+    """Whether an indexer, the layer's or an earlier one's, chooses the keys that queries read."""
 
     returns_more: bool = False
     """Whether the layer returns tensors besides hidden states, which the next layer takes."""
@@ -199,11 +202,6 @@ class LayerProfile:
     def index_flops_per_key(self) -> int:
         """Forward FLOPs of an indexer's score for one (query token, visible key) pair."""
         return 2 * self.index_heads * (self.index_head_size + 1)
-
-    @property
-    def chosen(self) -> bool:
-        """Whether an indexer chooses the keys that queries read."""
-        return self.index_bytes > 0
 
     def rerun_bytes(self, saved: Saved) -> tuple[int, int]:
         """Returns the bytes that recomputation makes, and those of them saved before attention."""

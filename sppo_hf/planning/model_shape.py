@@ -514,7 +514,7 @@ class ModelShape:
 
         Neither mixers with a state do, nor indexers.
         """
-        return not any(layer.state_bytes or layer.index_bytes for layer in self.layers)
+        return not any(layer.state_bytes or layer.chosen for layer in self.layers)
 
     def cast_bytes(self, layer: int) -> int:
         """Bytes of autocast copies of a layer's weights; 0 without autocast."""

@@ -33,7 +33,7 @@ from tests.sweeps import turn
 
 TOKENS = 29
 FEW, ALL_KEYS = {"index_topk": 3}, {"index_topk": TOKENS}
-SHARED = {"indexer_types": ["full", "shared", "shared"]}
+SHARED: dict[str, Any] = {"indexer_types": ["full", "shared", "shared"]}
 INDEXED = [
     name
     for name in ("deepseek_v32", "axk2", "dots3_note_text", "hy_v4", "glm_moe_dsa")
@@ -140,8 +140,9 @@ def test_the_plan_counts_keys_and_choices() -> None:
     assert few.inputs_recompute_flops == without.inputs_recompute_flops
     assert few.input_gradient_flops == without.input_gradient_flops
 
-    _, shared, _ = model_shape(find_parts(build_tiny_model("glm_moe_dsa", **SHARED))).layers
-    assert (shared.index_heads, shared.index_bytes) == (0, 4 * 8)
+    owner, reader, _ = model_shape(find_parts(build_tiny_model("glm_moe_dsa", **SHARED))).layers
+    assert (owner.index_heads, owner.index_bytes, owner.chosen) == (16, 16 * 8 + 4 * 8, True)
+    assert (reader.index_heads, reader.index_bytes, reader.chosen) == (0, 0, True)
 
     observer = _Plans()
     model = convert(build_tiny_model("deepseek_v32"), SPPOConfig(num_chunks=2), observer=observer)
