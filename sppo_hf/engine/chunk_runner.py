@@ -720,6 +720,7 @@ class ChunkRunner:
         between = self._between_chunks[index - self._layers.start]
         recomputed, self._recomputed_chunks = self._recomputed_chunks, {}
         between.link, between.states, store = None, {}, between.kv
+        between.index_keys = None
         mode = self._kv_mode(index)
         if mode == "device" or not isinstance(store, LayerKV):
             return None

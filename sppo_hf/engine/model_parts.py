@@ -37,6 +37,7 @@ from transformers.utils import output_capturing
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.planning.config_file import (
     CLASSIFIERS,
+    INDEXED_LAYER_TYPES,
     LAYER_TYPES,
     NO_LAYERS,
     OWN_STATE,
@@ -651,7 +652,7 @@ def _refuse_architecture(causal_lm: PreTrainedModel, decoder: nn.Module, name: s
         reason = "it is an encoder-decoder; only decoder-only models run chunk by chunk"
     elif config.model_type in STATE_REASONS:
         reason = STATE_REASONS[config.model_type]
-    elif indexed and (foreign or "indexed_attention" in layer_types):
+    elif indexed and (foreign or layer_types & INDEXED_LAYER_TYPES):
         reason = indexed
     elif foreign:
         reason = f"it has layers of type {', '.join(foreign)}, which are not known to be exact"

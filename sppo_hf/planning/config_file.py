@@ -333,12 +333,15 @@ OTHER_FAMILIES = {
 }
 """Families that are refused for a reason of their own, and the reason."""
 
-ATTENTION_LAYER_TYPES = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention", "attention", "indexed_attention"}
-)
-"""Entries of `layer_types` that are softmax attention over earlier keys: all of them, a window,
-those of the query's own block, or those that an indexer chooses; "attention" is what older files
-say for all."""
+INDEXED_LAYER_TYPES = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+"""Entries of `layer_types` that are attention to keys that an indexer chooses; in older releases of
+Transformers the latter."""
+
+ATTENTION_LAYER_TYPES = INDEXED_LAYER_TYPES | {
+    *("full_attention", "sliding_attention", "chunked_attention", "attention"),
+}
+"""Those that are softmax attention over earlier keys: chosen ones, all of them, a window, or those
+of the query's own block; "attention" is what older files say for all."""
 
 
 def indexer_reason(text: object) -> str | None:
@@ -422,7 +425,7 @@ def _reason(config: object) -> str | None:
     if known := next((STATE_REASONS[name] for name in families if name in STATE_REASONS), None):
         return known
     indexed = indexer_reason(text)
-    if indexed and (foreign or "indexed_attention" in names):
+    if indexed and (foreign or names & INDEXED_LAYER_TYPES):
         return indexed
     if foreign:
         seen = ", ".join(map(str, foreign[:5]))

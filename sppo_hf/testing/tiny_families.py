@@ -270,15 +270,7 @@ _OTHERS = {
         "parallel blocks",
         rope_parameters={"full_attention": _rope("default", mrope_section=[1, 1, 2])},
     ),
-    "deepseek_v32": _family("MLA, an indexer chooses keys"),
-    "axk2": _family("MLA, an indexer chooses keys"),
-    "dots3_note_text": _family("MLA, an indexer chooses keys, windows"),
-    "hy_v4": _family("MLA, an indexer chooses keys for several layers, four residual streams"),
     "deepseek_v4": _family("sparse attention by an indexer, compressed keys"),
-    "glm_moe_dsa": _family(
-        "MLA, an indexer chooses keys for several layers",
-        indexer_types=["full", "shared", "full"],
-    ),
     "falcon": _family("own attention", alibi=True),
     "bloom": _family("ALiBi"),
     "mpt": _family("ALiBi"),
@@ -392,11 +384,25 @@ _MULTIMODAL = {
     ),
 }
 
+_INDEXED = {
+    "deepseek_v32": _family("MLA, an indexer chooses keys"),
+    "axk2": _family("MLA, an indexer chooses keys"),
+    "dots3_note_text": _family("MLA, an indexer chooses keys, windows"),
+    "hy_v4": _family("MLA, an indexer chooses keys for several layers, four residual streams"),
+    "glm_moe_dsa": _family(
+        "MLA, an indexer chooses keys for several layers",
+        indexer_types=["full", "shared", "full"],
+    ),
+}
+
 MULTIMODAL = frozenset(_MULTIMODAL)
 """Families with encoders of images or sound beside their text decoder."""
 
+INDEXED = frozenset((*_INDEXED, "mistral_large4"))
+"""Families in which an indexer chooses the keys that a query reads."""
+
 FAMILIES: Mapping[str, TinyFamily] = _by_name(
-    {**_DENSE, **_EXPERTS, **_STATES, **_OTHERS, **_MULTIMODAL}
+    {**_DENSE, **_EXPERTS, **_STATES, **_OTHERS, **_MULTIMODAL, **_INDEXED}
 )
 """Every tiny family and variant by name."""
 

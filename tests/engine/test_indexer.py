@@ -27,18 +27,14 @@ from sppo_hf.planning.config_file import check_config
 from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.exactness import compare
-from sppo_hf.testing.tiny_families import FAMILIES
+from sppo_hf.testing.tiny_families import INDEXED, MULTIMODAL
 from sppo_hf.testing.tiny_models import build_tiny_model, make_batch, tiny_config
 from tests.sweeps import turn
 
 TOKENS = 29
 FEW, ALL_KEYS = {"index_topk": 3}, {"index_topk": TOKENS}
 SHARED: dict[str, Any] = {"indexer_types": ["full", "shared", "shared"]}
-INDEXED = [
-    name
-    for name in ("deepseek_v32", "axk2", "dots3_note_text", "hy_v4", "glm_moe_dsa")
-    if FAMILIES[name].model_type in CONFIG_MAPPING_NAMES
-]
+FAMILIES = sorted((INDEXED - MULTIMODAL) & CONFIG_MAPPING_NAMES.keys())
 
 
 @functools.cache
@@ -70,7 +66,7 @@ SETTINGS = [
     ("family", "batch", "settings"),
     [
         pytest.param(family, batch, settings, id=f"{family}-{batch}-{number}")
-        for index, (family, batch) in enumerate(itertools.product(INDEXED, BATCHES))
+        for index, (family, batch) in enumerate(itertools.product(FAMILIES, BATCHES))
         for number, settings in turn(list(enumerate(SETTINGS)), 4, index)
     ],
 )
@@ -158,7 +154,7 @@ class _Plans(StepObserver):
 
 
 def test_what_cannot_be_shared_among_ranks_is_refused() -> None:
-    for family in INDEXED:
+    for family in FAMILIES:
         parts = find_parts(build_tiny_model(family))
         with pytest.raises(UnsupportedModelError, match=r"have indexers.*Remedy: drop sp_size"):
             check_shareable_sequences(parts, 2)

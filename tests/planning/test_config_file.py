@@ -155,6 +155,10 @@ def test_a_rotary_factor_that_is_none_is_refused(factor: float) -> None:
         rotary_limit_tokens(llama_config(rope_parameters=rope))
 
 
+_INDEXED = ["full_attention", "indexed_attention"]
+_DEEPSEEK = {"model_type": "deepseek_v32", "layer_types": _INDEXED, "index_topk": 8}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -162,7 +166,9 @@ def test_a_rotary_factor_that_is_none_is_refused(factor: float) -> None:
         ({"model_type": "rwkv"}, "in place over the one before"),
         ({"model_type": "bloom"}, "AttentionInterface"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
-        ({"layer_types": ["full_attention", "indexed_attention"]}, "layers of type indexed_att"),
+        ({"layer_types": ["full_attention", "other_attention"]}, "layers of type other_att"),
+        ({"model_type": "glm5_next", "layer_types": _INDEXED, "index_topk": 8}, "an indexer"),
+        ({**_DEEPSEEK, "kv_source_layers": [0, 0]}, r"what another layer .*layers=\[0, 0\]"),
         (
             {"model_type": "qwen4_exp", "text_config": SimpleNamespace(model_type="llama")},
             "an indexer",
@@ -183,6 +189,8 @@ def test_refused(changes: dict[str, Any], reason: str) -> None:
         {"layer_types": ["sliding_attention", "full_attention"]},
         {"layer_types": ["linear_attention", "full_attention", "conv", "hybrid"]},
         {"layer_types": ["mamba", "attention"]},  # as Granite 4's files still say
+        _DEEPSEEK,
+        {**_DEEPSEEK, "kv_source_layers": [0, 1]},
         {"num_kv_shared_layers": 2},
         {"model_type": "mamba2"},
         {"model_type": "qwen3_5", "text_config": SimpleNamespace(model_type="qwen3_5_text")},
