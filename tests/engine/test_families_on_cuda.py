@@ -33,6 +33,7 @@ TEXT = (
     *("llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "glm4", "olmo3", "deepseek_v3"),
     *("qwen3_moe", "mixtral", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "lfm2"),
     *("qwen3_5_text", "qwen3_next", "kimi_linear", "llama4_text", "gemma4_text"),
+    *("deepseek_v32", "glm_moe_dsa"),
 )
 IMAGES = (
     *("gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "internvl", "mistral3"),

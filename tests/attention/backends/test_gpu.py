@@ -16,7 +16,7 @@ from sppo_hf.attention.backends.select import (
     find_backend,
     select_backend,
 )
-from tests.attention.backends.cases import run
+from tests.attention.backends.cases import choice, run
 from tests.attention.backends.usable import usable_backend
 from tests.attention.oracle import Problem, make_problem
 from tests.sweeps import turn
@@ -41,8 +41,13 @@ ON_CPU = [
 """
 
 
-def check(name, device, dtype, *, sizes, heads, kv_heads, softcap, window, shapes=SHAPES):
-    """Forward and backward of the named backend; skips what it says it cannot do."""
+def check(
+    name, device, dtype, *, sizes, heads, kv_heads, softcap, window, num_chosen=None, shapes=SHAPES
+):
+    """Forward and backward of the named backend; skips what it says it cannot do.
+
+    With `num_chosen` a query reads so many of its keys.
+    """
     requirement = AttentionSpec(
         device_type=device,
         dtype=dtype,
@@ -51,6 +56,7 @@ def check(name, device, dtype, *, sizes, heads, kv_heads, softcap, window, shape
         softcap=softcap is not None,
         window=window is not None,
         gqa_ratio=heads // kv_heads,
+        chosen=num_chosen is not None,
     )
     backend = usable_backend(name, requirement)
     scale = sizes[0] ** -0.5
@@ -66,12 +72,17 @@ def check(name, device, dtype, *, sizes, heads, kv_heads, softcap, window, shape
             dtype=dtype,
             device=device,
         )
-        actual = run(backend, problem, band, scale=scale, softcap=softcap)
+        scores = {"scale": scale, "softcap": softcap}
+        if num_chosen is not None:
+            scores["chosen"] = choice(rows, keys, num_chosen=num_chosen).to(device)
+        actual = run(backend, problem, band, **scores)
         wide = Problem(*(x.double() for x in problem))
-        expected = run(Reference(), wide, band, scale=scale, softcap=softcap)
+        expected = run(Reference(), wide, band, **scores)
         for label, ours, theirs in zip(actual._fields, actual, expected, strict=True):
             assert ours.device.type == device
-            error = (ours.double() - theirs).norm() / theirs.norm()
+            # The log-sum-exp of a row that reads no key.
+            ours, theirs = (x.double().nan_to_num(nan=1e9, neginf=0.0) for x in (ours, theirs))
+            error = (ours - theirs).norm() / theirs.norm()
             assert error <= TOLERANCE[dtype], f"{label} of {rows} rows, {keys} keys: {error:.2e}"
 
 
@@ -93,6 +104,20 @@ def test_on_cuda(name, dtype, sizes, heads, kv_heads, softcap, window):
         softcap=softcap,
         window=window,
     )
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_chosen_keys_on_cuda(name, dtype):
+    settings = {"sizes": (192, 128), "heads": 4, "kv_heads": 4, "softcap": None, "window": None}
+    check(name, "cuda", dtype, num_chosen=60, **settings)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_chosen_keys_on_the_cpu(name):
+    settings = {"sizes": (64, 96), "heads": 4, "kv_heads": 2, "softcap": None, "window": None}
+    check(name, "cpu", torch.bfloat16, num_chosen=60, shapes=SHAPES[:4], **settings)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +145,9 @@ def test_on_the_cpu(name, dtype, softcap, window):
 
 @pytest.mark.gpu
 @DTYPES
-@pytest.mark.parametrize("features", [{}, {"window": True}, {"gqa_ratio": 4}], ids=str)
+@pytest.mark.parametrize(
+    "features", [{}, {"window": True}, {"gqa_ratio": 4}, {"chosen": True}], ids=str
+)
 def test_auto_takes_a_fused_kernel_and_says_how_fast_it_is(dtype, features, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     _autotuned.cache_clear()
