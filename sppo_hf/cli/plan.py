@@ -295,7 +295,7 @@ def _cluster_request(arguments: PlanArguments) -> ClusterRequest:
         link_bytes_per_second=link_rate,
         node_bytes_per_second=profile.node_bytes_per_second,
         space=SearchSpace(activation_tiers=(HOST, *behind)),
-        shares_units=request.shape.tokens_can_be_shared,
+        shares_units=request.shape.units_can_be_shared,
     )
 
 

@@ -479,8 +479,8 @@ def attention_forward(
     if context.on_kv is not None:
         context.on_kv(key.detach(), value.detach())
     window, local = attention_mask.window, attention_mask.local
-    if indices is not None and indices.shape[-1] >= context.end:
-        indices = None  # of fewer keys than a query may read it reads all
+    if indices is not None:
+        indices = _all_indices(context, indices)
     out, context.attended.link = chunk_attention(
         query,
         key,
@@ -609,6 +609,20 @@ def _own_heads(
         q_BNCH = group.start_tokens_to_heads(q_BNcH, tokens).wait()
     k_BKCH, v_BKCH = (_unsent(x, group, tokens) for x in (k_BKcH, v_BKcH))
     return q_BNCH, k_BKCH, v_BKCH, sinks_N
+
+
+def _all_indices(context: ChunkContext, indices_BcS: Tensor) -> Tensor | None:
+    """Return what all queries of a chunk read, `[B, C, S]`; None where it is all that they see."""
+    if indices_BcS.shape[-1] >= context.end:
+        return None
+    if context.group is None:
+        return indices_BcS
+    tokens, exchanged = context.end - context.start, context.exchanged
+    if exchanged is None:
+        return context.group.gather_tokens(indices_BcS, tokens)
+    if exchanged.indices is None:
+        exchanged.indices = context.group.gather_tokens(indices_BcS, tokens)
+    return exchanged.indices
 
 
 def _own_tokens(context: ChunkContext, group: SequenceGroup, out_BCNH: Tensor) -> Tensor:

@@ -720,7 +720,6 @@ class ChunkRunner:
         between = self._between_chunks[index - self._layers.start]
         recomputed, self._recomputed_chunks = self._recomputed_chunks, {}
         between.link, between.states, store = None, {}, between.kv
-        between.index_keys = None
         mode = self._kv_mode(index)
         if mode == "device" or not isinstance(store, LayerKV):
             return None
@@ -799,6 +798,8 @@ class ChunkRunner:
             between.link = context.attended.link
         if context.states is not None:
             between.states = context.states.after
+        if context.chunk == self.plan.num_chunks - 1:
+            between.index_keys = None
 
     def before_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Open the final norm for the first chunk; returns its arguments for that chunk.

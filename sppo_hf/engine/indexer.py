@@ -7,8 +7,9 @@ a gradient.
 
 The untouched code of an indexer computes a matrix of scores for each of its heads, `[B, C, heads,
 T]` in float32: 16 GiB for 8,192 tokens and 64 heads. So it is called on a few queries at a time,
-with the mask that Transformers would have made of these, and a cache (`IndexKeys`) by which it gets
-the index keys of the chunks before.
+with the mask that Transformers would have made of these, and a cache by which it gets the index
+keys of the chunks before (`IndexKeys`). Ranks that share a sequence gather their index keys, and
+each chooses for its own tokens' queries; attention gathers the choices.
 
 A layer that is rerun does not choose again: its choice is saved, since another order of sums might
 choose other keys than those that attention has read. Where a query sees no more keys than it may
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,13 +32,14 @@ from sppo_hf.attention.segments import RowSpans
 from sppo_hf.engine.attention_interface import MaskMeaning
 from sppo_hf.engine.chunk_context import current
 from sppo_hf.engine.model_parts import CACHE_ARGUMENTS, all_modules, patched_attribute
+from sppo_hf.engine.sequence_group import rank_tokens
 from sppo_hf.planning.tile_sizes import index_tile_tokens
 
 CHOSEN = "prev_topk_indices"
 """Argument of a layer with what the indexer of an earlier layer has chosen."""
 
-# B batch rows, C tokens of a chunk, c of a tile, T tokens so far, D size of an index key, S keys
-# that a query may read.
+# B batch rows, c tokens of a chunk, of a rank's part of it or of a tile, T tokens so far, D size of
+# an index key, S keys that a query may read.
 
 
 def indexers_of(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -46,7 +49,7 @@ def indexers_of(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 class IndexKeys:
-    """The index keys of one layer, of all its chunks so far; the cache that its indexer sees."""
+    """The index keys of one layer, of all its chunks so far."""
 
     def __init__(self, total_tokens: int) -> None:
         """Prepare for keys of `total_tokens` in all."""
@@ -54,17 +57,38 @@ class IndexKeys:
         self._keys: Tensor | None = None
         self._num_tokens = 0
 
-    def update_indexer(self, keys_BcD: Tensor, _layer: int) -> Tensor:
-        """Add the keys of the next tokens, and return all so far, `[B, T, D]`."""
+    def add(self, keys_BcD: Tensor) -> None:
+        """Add the keys of the next tokens."""
         rows, tokens, size = keys_BcD.shape
         if self._keys is None:
             self._keys = keys_BcD.new_empty(rows, self._total_tokens, size)
         start, self._num_tokens = self._num_tokens, self._num_tokens + tokens
         self._keys[:, start : self._num_tokens] = keys_BcD
-        if self._num_tokens == self._total_tokens:  # the last tokens: nobody asks again
-            keys, self._keys = self._keys, None
-            return keys
-        return self._keys[:, : self._num_tokens]
+
+    def first(self, tokens: int) -> Tensor:
+        """Return the keys of the first `tokens` tokens, `[B, T, D]`."""
+        assert self._keys is not None, "keys were added"
+        assert tokens <= self._num_tokens, "keys of all these tokens were added"
+        return self._keys[:, :tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """The cache that an indexer gets: maps keys of its tokens to those of all tokens so far."""
+
+    all_keys: Callable[[Tensor], Tensor]
+
+    def update_indexer(self, keys_BcD: Tensor, _layer: int) -> Tensor:
+        """Return the keys of all tokens so far."""
+        return self.all_keys(keys_BcD)
+
+
+class _KeysFound(Exception):
+    """Ends an indexer's forward at its keys."""
+
+    def __init__(self, keys_BcD: Tensor) -> None:
+        super().__init__("the indexer was run for its keys alone")
+        self.keys_BcD = keys_BcD
 
 
 @contextlib.contextmanager
@@ -82,43 +106,73 @@ def indexers_in_tiles(layer: nn.Module) -> Iterator[None]:
 def _choose(
     indexer: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor | None:
-    """Return the numbers of the keys that each query reads, `[B, C, S]` int32.
+    """Return the numbers of the keys that each of this rank's queries reads, `[B, c, S]` int32.
 
     None in a rerun where each query reads all keys that it sees.
     """
     context = current()
     assert context is not None, "indexers run in decoder layers"
-    stash, keys = context.stash, context.index_keys
+    stash, keys, group = context.stash, context.index_keys, context.group
     if stash is not None and stash.is_recompute:
         return stash.chosen()
     if stash is not None:
         stash.begin_choice()
+    assert keys is not None, "a layer with an indexer has a store of index keys"
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     rows, tokens = hidden.shape[:2]
-    assert keys is not None, "a layer with an indexer has a store of index keys"
-    cache = {name: keys for name in CACHE_ARGUMENTS if name in kwargs}
+    caches = [name for name in CACHE_ARGUMENTS if name in kwargs]
+    own = range(context.start, context.end)
+    if group is not None:
+        own = range(*rank_tokens(context.start, context.end, group.rank, group.size))
+        keys_BcD = _keys_alone(forward, args, {**kwargs, **dict.fromkeys(caches, _KEYS_ALONE)})
+        keys.add(group.gather_tokens(keys_BcD, context.end - context.start))
+    width = min(indexer.index_topk, context.end)
+    # A rank without tokens has one that is not of the sequence.
+    chosen = [] if own else [hidden.new_zeros(rows, tokens, width, dtype=torch.int32)]
     tile = index_tile_tokens(rows, indexer.n_heads, context.end)
-    chosen: list[Tensor] = []
-    for start in range(0, tokens, tile):
-        end = min(start + tile, tokens)
-
-        queries = range(context.start + start, context.start + end)
+    for start in range(0, len(own), tile):
+        queries = own[start : start + tile]
         visible = _visible(queries, context.rows, hidden.device)
 
-        def cut(x: Any, at: slice = slice(start, end), visible: Tensor = visible) -> Tensor:
+        def all_keys(keys_BcD: Tensor, end: int = queries.stop) -> Tensor:
+            if group is None:
+                keys.add(keys_BcD)
+            return keys.first(end)
+
+        def cut(x: Any, at: slice = slice(start, start + tile), visible: Tensor = visible) -> Any:
             if isinstance(x, MaskMeaning):
                 return visible
             return x[:, at] if x.ndim > 1 and x.shape[1] == tokens else x
 
         tile_args, tile_kwargs = tree_map_only((Tensor, MaskMeaning), cut, (args, kwargs))
-        chosen.append(forward(*tile_args, **{**tile_kwargs, **cache}))
-    width = chosen[-1].shape[-1]
-    # Earlier queries see fewer keys than they may read: all of these, and one of them repeatedly.
-    chosen = [torch.cat([x, x[..., -1:].expand(-1, -1, width - x.shape[-1])], -1) for x in chosen]
-    indices_BCS = torch.cat(chosen, dim=1)
+        tile_kwargs |= dict.fromkeys(caches, _Cache(all_keys))
+        indices_BcS = forward(*tile_args, **tile_kwargs)
+        # A query that sees fewer keys than it may read reads them all, one of them repeatedly.
+        missing = width - indices_BcS.shape[-1]
+        repeated = indices_BcS[..., -1:].expand(-1, -1, missing)
+        chosen.append(torch.cat([indices_BcS, repeated], dim=-1))
+    indices_BcS = torch.cat(chosen, dim=1)
     if stash is not None:
-        stash.end_choice(indices_BCS if width < context.end else None)
-    return indices_BCS
+        stash.end_choice(indices_BcS if width < context.end else None)
+    return indices_BcS
+
+
+def _raise_found(keys_BcD: Tensor) -> Tensor:
+    raise _KeysFound(keys_BcD)
+
+
+_KEYS_ALONE = _Cache(_raise_found)
+
+
+def _keys_alone(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Return the keys of an indexer whose cache is `_KEYS_ALONE`."""
+    try:
+        forward(*args, **kwargs)
+    except _KeysFound as found:
+        return found.keys_BcD
+    raise AssertionError("an indexer asks its cache for the keys of all tokens")
 
 
 def _visible(queries: range, rows: tuple[RowSpans, ...] | None, device: torch.device) -> Tensor:

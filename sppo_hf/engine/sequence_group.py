@@ -68,6 +68,8 @@ class RecomputeExchanges:
     """Attention's output, from heads to tokens; started before the layer reruns."""
     query: Exchange | None = None
     """Queries, from tokens to heads; waited for when attention's own backward reads them."""
+    indices: Tensor | None = None
+    """What all queries read, where an indexer has chosen; gathered."""
 
 
 class Exchange(Protocol):

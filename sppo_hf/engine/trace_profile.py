@@ -490,7 +490,7 @@ def _trace_layer(
             index_heads=sum(x.n_heads for x in runs[1].indexers),
             index_head_size=max((x.head_dim for x in runs[1].indexers), default=0),
             index_bytes=runs[1].index_bytes,
-            chosen=runs[1].chosen,
+            chosen_bytes=runs[1].chosen_bytes,
             returns_more=runs[1].returns_more,
             **per_token,
             largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
@@ -589,8 +589,11 @@ class _LayerRun:
         self._layer = call.layer
         self._training = training
         self.indexers: tuple[Any, ...] = indexers_of(call.layer)
-        self.chosen = bool(self.indexers) or call.kwargs.get(CHOSEN) is not None
-        self.kv = _ObservedKV(tokens, call.stored_keys, self.chosen)
+        self.chosen_bytes = 0
+        """Bytes of what is chosen for a query of a sequence that is long enough for a choice."""
+        if self.indexers or call.kwargs.get(CHOSEN) is not None:
+            self.chosen_bytes = parts.text_config.index_topk * torch.int32.itemsize
+        self.kv = _ObservedKV(tokens, call.stored_keys, chooses=self.chosen_bytes > 0)
         self._is_fake = isinstance(call.hidden, FakeTensor)
         weights = (*call.layer.parameters(), *call.layer.buffers())
         self._not_activations = {storage_key(tensor) for tensor in weights}
@@ -696,13 +699,8 @@ class _LayerRun:
     @property
     def index_bytes(self) -> int:
         """Bytes per token of an indexer's keys, and of a choice that later layers get."""
-        passed_on = self._chosen_bytes if self.indexers and self.returns_more else 0
+        passed_on = self.chosen_bytes if self.indexers and self.returns_more else 0
         return passed_on + sum(x.head_dim * self.hidden.element_size() for x in self.indexers)
-
-    @property
-    def _chosen_bytes(self) -> int:
-        """Bytes of what is chosen for a query of a sequence that is long enough for a choice."""
-        return getattr(self._parts.text_config, "index_topk", 0) * torch.int32.itemsize
 
     def forward(self) -> dict[str, int]:
         """Run the layer's forward; returns totals by the names of `LayerProfile`'s fields."""
@@ -721,7 +719,7 @@ class _LayerRun:
         index_weights = sum(
             x.numel() for indexer in self.indexers for x in indexer.parameters() if x.ndim > 1
         )
-        chosen_bytes = self._chosen_bytes * len(self.indexers) * tokens
+        chosen_bytes = self.chosen_bytes * len(self.indexers) * tokens
         inputs_bytes = self.hidden.nbytes + self._attention_bytes + chosen_bytes
         tiled_bytes, tile_bytes = self._bytes_in_tiles(sum(saved_bytes))
         recorded_thick = iter(recorded)

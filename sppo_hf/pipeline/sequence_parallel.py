@@ -36,7 +36,6 @@ from sppo_hf.engine.device_facts import model_shape
 from sppo_hf.engine.encoded_inputs import encoders
 from sppo_hf.engine.engine import Engine
 from sppo_hf.engine.forward_calls import ForwardCall
-from sppo_hf.engine.indexer import indexers_of
 from sppo_hf.engine.model_parts import ModelParts, are_sharded
 from sppo_hf.engine.plan_cache import trainable_mask
 from sppo_hf.engine.recurrent_state import mixers_of
@@ -321,7 +320,7 @@ def check_shareable_sequences(parts: ModelParts, sp_size: int) -> None:
 
     Raises:
         ConfigError: Heads cannot be divided among the ranks; says among how many they can.
-        UnsupportedModelError: Layers carry a state along the tokens, or have indexers.
+        UnsupportedModelError: Layers carry a state along the tokens.
     """
     mixers = [mixers_of(layer) for layer in parts.layers]
     stateful = [type(found[0]).__name__ for found in mixers if found]
@@ -332,13 +331,6 @@ def check_shareable_sequences(parts: ModelParts, sp_size: int) -> None:
             "chunk along its tokens, which only attention puts together again. Allowed: sp_size=1. "
             f"Remedy: drop sp_size; with pp_size={sp_size} the ranks share the layers instead, and "
             "without either they shard the model (FSDP2) and have sequences of their own."
-        )
-    if any(map(indexers_of, parts.layers)):
-        raise UnsupportedModelError(
-            f"{parts.name}: its layers have indexers, which choose the keys that each query reads "
-            f"among all before it, and sp_size={sp_size} cuts every chunk along its tokens. "
-            "Allowed: sp_size=1. Remedy: drop sp_size; without it the ranks shard the model (FSDP2)"
-            " and have sequences of their own."
         )
     heads = [layer.num_heads for layer in model_shape(parts).layers if layer.num_heads]
     check_heads(math.gcd(*heads), sp_size, parts.name)

@@ -132,11 +132,11 @@ class ClusterRequest:
     def sequence_parallel(self) -> tuple[int, ...]:
         """Sizes of sequence-parallel groups that this model can be run on.
 
-        They must divide the heads of every layer; recurrent layers and indexers cannot be divided.
+        They must divide the heads of every layer; recurrent layers cannot be divided.
         """
         shape = self.cost.shape
         heads = {shape.layers[i].num_heads for i in shape.layer_kinds}
-        divides = shape.tokens_can_be_shared and all(heads)
+        divides = not shape.has_recurrent_state and all(heads)
         return tuple(
             sp
             for sp in self.space.sp

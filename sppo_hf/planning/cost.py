@@ -170,7 +170,7 @@ class ModelCost:
         Each rank sends every other one that one's heads of its own tokens' queries, keys and
         values, and gets its own tokens' output back: of `2 Hq + 2 Hkv` heads of C tokens,
         (n - 1) / n^2 where n divides them. Backward sends as much. `tokens` is C. Recomputation
-        sends no K/V (`with_kv`).
+        sends no K/V (`with_kv`). Index keys, and what indexers choose, every other rank gets.
         """
         if self.sp == 1:
             return 0.0
@@ -178,9 +178,10 @@ class ModelCost:
         heads = work.heads_of(self.sp, head_blocks)
         if with_kv and not work.borrows_keys:
             heads += work.kv_heads_of(self.sp, head_blocks)
-        elements = heads * (work.qk_head_size + work.v_head_size)
-        sent = self.batch_rows * (self.sp - 1) * self.shape.tokens_per_rank(tokens) * elements
-        return sent * self.shape.dtype_bytes / self.all_to_all_bytes_per_second
+        elements = heads * (work.qk_head_size + work.v_head_size) + with_kv * work.index_head_size
+        size = elements * self.shape.dtype_bytes + work.chosen_bytes
+        sent = self.batch_rows * (self.sp - 1) * self.shape.tokens_per_rank(tokens) * size
+        return sent / self.all_to_all_bytes_per_second
 
     def unit_seconds(self, bounds: Bounds, layer_tile_tokens: int = 0) -> UnitSeconds:
         """Returns the seconds of every unit of a batch, by kind of layer."""
@@ -215,7 +216,8 @@ class ModelCost:
             tokens = end - start
             linear = self._linear_seconds(self.shape.linear_flops_per_token(layer), tokens, tile)
             pairs = self._pairs_flops(shape, start, end)
-            pairs += self.batch_rows * shape.index_flops_per_key * _pairs(shape, start, end)
+            index_flops = self.batch_rows * shape.index_flops_per_key * _pairs(shape, start, end)
+            pairs += index_flops / self.sp
             attention = pairs / self._rate(self.profile.attention_forward_flops, tokens)
             busy = linear + attention + self._elementwise_seconds(layer, tokens, _FORWARD_TRAFFIC)
             busy += self._adapter_seconds(layer, tokens, _ADAPTER_FORWARD_PASSES)

@@ -652,16 +652,19 @@ class ByteTables:
         """Returns the bytes of an indexer's temporaries, or of those of attention to its choice.
 
         The former are two tensors of a tile's scores and all index keys in float32, the latter a
-        bias with masks of its size. [chunks]
+        bias with masks of its size. Ranks that share a sequence choose for their own tokens, and
+        gather what was chosen. [chunks]
         """
         if not layer.chosen:
             return np.zeros_like(self.ends)
-        pairs = self.rows * self.lengths * self.ends
-        bias = 3 * np.minimum(BIAS_BYTES, pairs * self.shape.dtype_bytes)
-        one_query = self.rows * layer.index_heads * self.ends * FLOAT32_BYTES
+        queries, keys = self._sp * self.lengths, self._sp * self.ends
+        bias = 3 * np.minimum(BIAS_BYTES, self.rows * queries * keys * self.shape.dtype_bytes)
+        if self._sp > 1:
+            bias = bias + self.rows * queries * layer.chosen_bytes
+        one_query = self.rows * layer.index_heads * keys * FLOAT32_BYTES
         scores = np.minimum(np.maximum(INDEX_TILE_BYTES, one_query), one_query * self.lengths)
-        keys = self.rows * self.ends * layer.index_head_size * FLOAT32_BYTES
-        return bias if backward else np.maximum(bias, 2 * scores + keys)
+        index_keys = self.rows * keys * layer.index_head_size * FLOAT32_BYTES
+        return bias if backward else np.maximum(bias, 2 * scores + index_keys)
 
     @property
     def _writes_over_saved(self) -> bool:

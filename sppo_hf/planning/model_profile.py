@@ -192,11 +192,17 @@ class LayerProfile:
     """Bytes on the device until backward of an indexer's keys, and of a choice that later layers
     get. Its own choice is saved with the layer's inputs, too."""
 
-    chosen: bool = False
-    """Whether an indexer, the layer's or an earlier one's, chooses the keys that queries read."""
+    chosen_bytes: int = 0
+    """Bytes of what an indexer, the layer's or an earlier one's, chooses for one query; 0 where
+    queries read all keys that they see."""
 
     returns_more: bool = False
     """Whether the layer returns tensors besides hidden states, which the next layer takes."""
+
+    @property
+    def chosen(self) -> bool:
+        """Whether an indexer chooses the keys that queries read."""
+        return self.chosen_bytes > 0
 
     @property
     def index_flops_per_key(self) -> int:

@@ -475,7 +475,8 @@ class ModelShape:
 
         Keys and values are held by heads: a token of its share stands for the heads that it holds
         of n tokens, and a window is as many times shorter. What attention returns is saved twice,
-        as its heads of all tokens and as all heads of its tokens. FLOPs are not divided.
+        as its heads of all tokens and as all heads of its tokens; so is what indexers choose, and
+        every rank has all index keys. FLOPs are not divided.
         """
         if self.sp == 1:
             return self
@@ -486,11 +487,14 @@ class ModelShape:
                     self.sp * layer.heads_of(self.sp, self.head_blocks) if layer.num_heads else 0
                 )
                 returned = heads * layer.v_head_size * self.dtype_bytes
+                gathered = self.sp * layer.chosen_bytes
+                index_keys = (self.sp - 1) * layer.index_head_size * self.dtype_bytes
                 made[layer] = replace(
                     layer,
                     num_kv_heads=self.sp * layer.kv_heads_of(self.sp, self.head_blocks),
                     window=None if layer.window is None else -(-layer.window // self.sp),
-                    whole_bytes=layer.whole_bytes + returned,
+                    whole_bytes=layer.whole_bytes + returned + gathered,
+                    index_bytes=layer.index_bytes + index_keys,
                 )
         return replace(self, layers=tuple(made[layer] for layer in self.layers), sp=1)
 
@@ -509,11 +513,8 @@ class ModelShape:
         return any(layer.state_bytes for layer in self.layers)
 
     @property
-    def tokens_can_be_shared(self) -> bool:
-        """Whether ranks may share a sequence's tokens: only attention puts these together again.
-
-        Neither mixers with a state do, nor indexers.
-        """
+    def units_can_be_shared(self) -> bool:
+        """Whether ranks of a pipeline may share units: not with a state, nor with indexers."""
         return not any(layer.state_bytes or layer.chosen for layer in self.layers)
 
     def cast_bytes(self, layer: int) -> int:

@@ -6,6 +6,7 @@ That families are exact in each setting is in `test_exactness.py`, over stages i
 import dataclasses
 import functools
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.pipeline.multiplex import check_shareable_units
-from sppo_hf.pipeline.sequence_parallel import check_shareable_sequences
 from sppo_hf.planning.config_file import check_config
 from sppo_hf.planning.memory import Cause
 from sppo_hf.planning.plan import Plan
@@ -103,13 +103,24 @@ def test_a_rerun_does_not_choose_again(recompute: Any, monkeypatch: pytest.Monke
     assert num_chosen == [len(indexers_of(model)) * 3]
 
 
-def test_index_keys_are_freed_after_the_last_chunk() -> None:
-    keys = IndexKeys(5)
-    first, second = torch.rand(2, 3, 4), torch.rand(2, 2, 4)
-    assert torch.equal(keys.update_indexer(first, 0), first)
-    whole = keys.update_indexer(second, 0)
-    assert torch.equal(whole, torch.cat([first, second], dim=1))
-    assert keys._keys is None
+@pytest.mark.parametrize("order", ["by_layer", "by_chunk"])
+def test_index_keys_are_freed_after_the_last_chunk(
+    order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[IndexKeys] = weakref.WeakSet()
+    most = [0]
+
+    def add(self: IndexKeys, keys_BcD: torch.Tensor) -> None:
+        alive.add(self)
+        most[0] = max(most[0], len(alive))
+        IndexKeys.add(self, keys_BcD)
+
+    kind = type("Watched", (IndexKeys,), {"add": add})
+    monkeypatch.setattr("sppo_hf.engine.chunk_runner.IndexKeys", kind)
+    model = convert(build_tiny_model("deepseek_v32"), SPPOConfig(num_chunks=3, order=order))
+    loss = model(**make_batch(tokens=TOKENS)).loss
+    assert (len(alive), most) == (0, [1 if order == "by_layer" else 3])
+    loss.backward()
 
 
 def test_the_plan_counts_keys_and_choices() -> None:
@@ -118,7 +129,7 @@ def test_the_plan_counts_keys_and_choices() -> None:
         model_shape(find_parts(_model("deepseek_v32", **changes))).layers[2]
         for changes in (FEW, ALL_KEYS)
     )
-    more = {"whole_bytes", "matmuls_bytes", "inputs_bytes"}
+    more = {"whole_bytes", "matmuls_bytes", "inputs_bytes", "chosen_bytes"}
     differing = {
         field.name: getattr(all_keys, field.name) - getattr(few, field.name)
         for field in dataclasses.fields(few)
@@ -137,8 +148,8 @@ def test_the_plan_counts_keys_and_choices() -> None:
     assert few.input_gradient_flops == without.input_gradient_flops
 
     owner, reader, _ = model_shape(find_parts(build_tiny_model("glm_moe_dsa", **SHARED))).layers
-    assert (owner.index_heads, owner.index_bytes, owner.chosen) == (16, 16 * 8 + 4 * 8, True)
-    assert (reader.index_heads, reader.index_bytes, reader.chosen) == (0, 0, True)
+    assert (owner.index_heads, owner.index_bytes, owner.chosen_bytes) == (16, 16 * 8 + 4 * 8, 4 * 8)
+    assert (reader.index_heads, reader.index_bytes, reader.chosen_bytes) == (0, 0, 4 * 8)
 
     observer = _Plans()
     model = convert(build_tiny_model("deepseek_v32"), SPPOConfig(num_chunks=2), observer=observer)
@@ -153,15 +164,13 @@ class _Plans(StepObserver):
         self.plan = plan
 
 
-def test_what_cannot_be_shared_among_ranks_is_refused() -> None:
+def test_units_cannot_be_shared_among_stages() -> None:
     for family in FAMILIES:
         parts = find_parts(build_tiny_model(family))
-        with pytest.raises(UnsupportedModelError, match=r"have indexers.*Remedy: drop sp_size"):
-            check_shareable_sequences(parts, 2)
         with pytest.raises(UnsupportedModelError, match=r"have indexers.*Remedy: pp_msp='off'"):
             check_shareable_units(parts, (), 2)
-        assert not model_shape(parts).tokens_can_be_shared
-    assert model_shape(find_parts(build_tiny_model("llama"))).tokens_can_be_shared
+        assert not model_shape(parts).units_can_be_shared
+    assert model_shape(find_parts(build_tiny_model("llama"))).units_can_be_shared
 
 
 @pytest.mark.skipif("mistral_large4" not in CONFIG_MAPPING_NAMES, reason="newer Transformers")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sppo_hf.engine.family_guard import PROVED
-from sppo_hf.testing.tiny_families import FAMILIES, INDEXED
+from sppo_hf.testing.tiny_families import FAMILIES
 from tests.pipeline.pipeline_cases import UNEVEN, Case, kinds, merge_cases
 from tests.pipeline.test_pipeline_exactness import launch
 from tests.sweeps import ALL, turn
@@ -306,7 +306,6 @@ def test_all_plans_and_models_are_exact_on_two_and_four_ranks(tmp_path: Path) ->
 @pytest.mark.timeout(500)
 def test_every_family_is_exact(tmp_path: Path) -> None:
     names = [name for name, family in FAMILIES.items() if family.model_type in PROVED]
-    names = [name for name in names if name not in INDEXED]  # refused
     assert len(names) > 60
     if not ALL:
         others = {case["family"] for case in (*BATCHES, *PLANS, *MODELS)}
