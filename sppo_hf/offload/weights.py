@@ -17,7 +17,8 @@ layers are on the device at a time: the one in use, and the next one, being pref
   node by itself, so a layer's weights are copied once in a forward. (Hooks do see them apart where
   two forwards have one backward.)
 - A gradient is copied to the host as soon as it is complete, and added there to what earlier
-  batches left. Until backward ends `Parameter.grad` is None, afterwards it is the host's.
+  batches left. Until backward ends `Parameter.grad` is None, afterwards it is the host's. Only
+  hooks of others that run after accumulation find it, whole and on the device.
 - Copies are never reused over an optimizer's step: each forward copies anew.
 - If memory is page-locked, a layer's weights and gradients share one piece of it, made before
   anything runs, in which each tensor has a storage of its own: saving one saves its bytes alone,
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from sppo_hf.errors import ConfigError, OffloadError
 from sppo_hf.offload.copy_streams import Copier, Ticket
@@ -122,6 +124,10 @@ class _Weight:
     """Sum on the host of earlier batches and this backward so far; None outside of backward."""
     gradient_bytes: Tensor | None = None
     """Page-locked bytes for its gradient; None if it has none of its own."""
+    sends_gradient: RemovableHandle | None = None
+    """The hook that sends the gradient to the host; None if it does not train."""
+    _used_version: int = 0
+    """Version of the parameter when it became its device copy."""
     _gradient_holder: weakref.ref[Any] | None = None
     """Alive as long as anybody holds a gradient in `gradient_bytes`."""
 
@@ -174,15 +180,30 @@ class _Weight:
             self.ticket.wait()
             self.ticket = None
             self.parameter.data = self.device
+            self._used_version = version_of(self.parameter)
 
     def to_host(self) -> None:
-        """Make the parameter its host bytes, and free the device copy; replaced data stays."""
+        """Make the parameter its host bytes, and free the device copy; replaced data stays.
+
+        What was written into the copy (after a forward whose loss was dropped, say) is copied back;
+        writes into `Parameter.data` are not seen there.
+        """
         if self.ticket is not None:
             self.ticket.wait()  # nobody did, and its bytes may not be freed under the copy
             self.ticket = None
+        elif self.device is not None and version_of(self.parameter) != self._used_version:
+            self.host.copy_(self.parameter.data)
         if not self.has_replaced_data:
             self.parameter.data = self.host
         self.device = None
+
+    def run_own_hook_last(self) -> bool:
+        """Have the hook that sends the gradient run after all others; returns whether there are."""
+        hooks: Any = self.parameter._post_accumulate_grad_hooks
+        assert self.sends_gradient is not None, "it trains"
+        own = self.sends_gradient.id
+        hooks[own] = hooks.pop(own)  # autograd reads the order of a plain dict
+        return len(hooks) > 1
 
 
 @dataclass(slots=True)
@@ -336,13 +357,7 @@ class HostWeights:
         # From now on the host may write parameters and read gradients, so here, once a step, it
         # waits. Copies of a direction end in order.
         self._finish_h2d()
-        if self._last_d2h is not None:
-            self._last_d2h.finish()
-            self._last_d2h = None
-        self._pending_gradients.clear()
-        while self._accumulations:
-            self._accumulations[0].ticket.finish()
-            self._add(self._accumulations.popleft())
+        self._finish_gradients()
         for weight in self._all():
             if weight.gradient is not None:
                 weight.parameter.grad, weight.gradient = weight.gradient, None
@@ -454,10 +469,18 @@ class HostWeights:
         self.move_to_host()
 
     def _before_gradient(self, weight: _Weight, _: Tensor) -> None:
-        """Set `.grad` aside before autograd adds to it: that is on another device."""
+        """Set `.grad` aside before autograd adds to it: that is on another device.
+
+        Hooks of others that run after accumulation find the whole of it, on the device.
+        """
         self._notice_end()
-        if weight.parameter.grad is not None:
-            weight.gradient, weight.parameter.grad = weight.parameter.grad, None
+        parameter = weight.parameter
+        if parameter.grad is not None:
+            weight.gradient, parameter.grad = parameter.grad, None
+        if weight.run_own_hook_last() and weight.gradient is not None:
+            self._finish_gradients()
+            earlier, weight.gradient = weight.gradient, None
+            parameter.grad = earlier.to(parameter.device)
 
     @torch.no_grad()
     def _after_gradient(self, weight: _Weight, parameter: Tensor) -> None:
@@ -515,6 +538,16 @@ class HostWeights:
             self._arrival_pool.close()
         if self._locker is not None and self._max_pending_bytes + outer:
             self._arrival_pool = HostPool(arriving_bytes(gradients, outer), locker=self._locker)
+
+    def _finish_gradients(self) -> None:
+        """Block the host until all gradients have arrived, and add them to earlier ones."""
+        if self._last_d2h is not None:
+            self._last_d2h.finish()
+            self._last_d2h = None
+        self._pending_gradients.clear()
+        while self._accumulations:
+            self._accumulations[0].ticket.finish()
+            self._add(self._accumulations.popleft())
 
     def _limit_pending_gradients(self) -> None:
         """Free gradients whose copies are over; compute waits where too many are pending."""
@@ -586,9 +619,10 @@ def _tensor_with_own_storage(memory: Tensor, like: Tensor) -> tuple[Tensor, Any]
 def _gradient_hooks(weights: HostWeights, weight: _Weight) -> Iterator[Any]:
     parameter = weight.parameter
     yield parameter.register_hook(functools.partial(weights._before_gradient, weight))
-    yield parameter.register_post_accumulate_grad_hook(
+    weight.sends_gradient = parameter.register_post_accumulate_grad_hook(
         functools.partial(weights._after_gradient, weight)
     )
+    yield weight.sends_gradient
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -222,6 +222,46 @@ def test_weights_change_between_steps_and_evaluation_and_generation_see_it() -> 
     torch.testing.assert_close(made[0], made[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_a_write_after_a_forward_whose_loss_is_dropped_is_kept(
+    places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # what was written is in the copy on the device
+    hosted, plain = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
+    for model in (hosted, plain):
+        with float64_everywhere():
+            _loss(model).backward()
+            dropped = _loss(model, 1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+            assert dropped.requires_grad
+            _loss(model, 2).backward()
+    torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
+    assert all(map(torch.equal, hosted.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_hooks_after_accumulation_find_the_whole_gradient(
+    places: dict[str, str], first: bool
+) -> None:
+    hosted, plain = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
+    for model in (hosted, plain):
+
+        def halve_largest(parameter: torch.Tensor) -> None:  # not linear in the gradient
+            parameter.grad.clamp_(max=parameter.grad.max().item() / 2)
+
+        with float64_everywhere():
+            if not first:
+                _loss(model).backward()
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(halve_largest)
+            for seed in (1, 2):
+                _loss(model, seed).backward()
+    torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("trained", [True, False], ids=["in training", "in an evaluation"])
 @pytest.mark.parametrize("places", PLACES[1:], ids=str)
 def test_an_unfrozen_parameter_is_planned_and_moves_to_the_host(
