@@ -483,6 +483,7 @@ def _trace_layer(
             graph_nodes_per_1024=round(1024 * nodes_per_token),
             scans=any(kind == "recurrent" for kind, *_ in runs[1].states),
             returns_more=runs[1].returns_more,
+            takes_more=runs[1].takes_more,
             **per_token,
             largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
             input_gradient_flops=backward - per_token["weight_gradient_flops"],
@@ -624,6 +625,9 @@ class _LayerRun:
         self._router_logits: list[Tensor] = []
         self._out = self.hidden
         self.returns_more = False
+        more = (*self._args[1:], *self._kwargs.values())
+        alike = [x for x in more if isinstance(x, Tensor) and x.shape == self.hidden.shape]
+        self.takes_more = any(x.is_floating_point() and x is not self.hidden for x in alike)
         self.largest_bytes = self.hidden.nbytes
 
     def _leaf(self, name: str, value: Any) -> Any:
