@@ -165,6 +165,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),  # the caller's; backward runs outside of `_autocast`
         contextlib.ExitStack() as stack,
         # Hides all of this from the caller's hooks; no backward unpacks what these ones pack.
         saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
