@@ -182,18 +182,19 @@ class _Weight:
             self.parameter.data = self.device
             self._used_version = version_of(self.parameter)
 
-    def to_host(self) -> None:
+    def to_host(self, *, keep_writes: bool = False) -> None:
         """Make the parameter its host bytes, and free the device copy; replaced data stays.
 
-        What was written into the copy (after a forward whose loss was dropped, say) is copied back;
-        writes into `Parameter.data` are not seen there.
+        The copy is copied back if the parameter was written into since its use began; with
+        `keep_writes` always, for writes into `Parameter.data` (PEFT's merging) change no version.
         """
+        is_used = self.device is not None and self.ticket is None
         if self.ticket is not None:
             self.ticket.wait()  # nobody did, and its bytes may not be freed under the copy
             self.ticket = None
-        elif self.device is not None and version_of(self.parameter) != self._used_version:
-            self.host.copy_(self.parameter.data)
         if not self.has_replaced_data:
+            if is_used and (keep_writes or version_of(self.parameter) != self._used_version):
+                self.host.copy_(self.parameter.data)
             self.parameter.data = self.host
         self.device = None
 
@@ -316,7 +317,8 @@ class HostWeights:
         """Prepare for a forward: copy to the device what is needed throughout.
 
         After a backward that raised, its gradients are dropped, and those of earlier batches that
-        accumulate with it.
+        accumulate with it. After a forward without a backward the copies that it left on the device
+        are the weights, into which others may have written.
         """
         if self._is_in_backward:  # it raised, so its end was not noticed
             self._is_in_backward = False
@@ -324,13 +326,13 @@ class HostWeights:
                 self._release(self._accumulations.popleft())
             for weight in self._all():
                 weight.gradient = None
-            self.move_to_host()
+            self.move_to_host(keep_writes=True)
         replaced = [weight for weight in self._all() if weight.has_replaced_data]
         if replaced:
             self._finish_h2d()
             if any([weight.adopt_replaced_data() for weight in replaced]):
                 self._size_gradient_memory()
-        self._drop_device_copies()
+        self._drop_device_copies(keep_writes=True)
         self.layers_with_sent_gradients.clear()
         self._start_h2d(self._others, len(self._layers), backward=False)
         for weight in self._others:
@@ -351,9 +353,13 @@ class HostWeights:
         if 0 <= following < len(self._layers):
             self._prefetch(following, in_use=layer, backward=backward)
 
-    def move_to_host(self) -> None:
-        """Put all parameters and gradients on the host, before others read or write them."""
-        self._drop_device_copies()
+    def move_to_host(self, *, keep_writes: bool = False) -> None:
+        """Put all parameters and gradients on the host, before others read or write them.
+
+        With `keep_writes` others may have written into parameters since a forward; see
+        `start_forward`.
+        """
+        self._drop_device_copies(keep_writes=keep_writes)
         # From now on the host may write parameters and read gradients, so here, once a step, it
         # waits. Copies of a direction end in order.
         self._finish_h2d()
@@ -371,7 +377,7 @@ class HostWeights:
 
     def release(self) -> None:
         """Leave every parameter on the host, for a successor to take over."""
-        self.move_to_host()
+        self.move_to_host(keep_writes=True)
         for hook in self._hooks:
             hook.remove()
 
@@ -432,18 +438,18 @@ class HostWeights:
         for weight in weights:
             self._last_h2d = weight.prefetch(self._copier)
 
-    def _drop(self, layer: int) -> None:
+    def _drop(self, layer: int, *, keep_writes: bool = False) -> None:
         del self._on_device[layer]
         for weight in self._layers[layer]:
-            weight.to_host()
+            weight.to_host(keep_writes=keep_writes)
         if self._in_use == layer:
             self._in_use = None
 
-    def _drop_device_copies(self) -> None:
+    def _drop_device_copies(self, *, keep_writes: bool) -> None:
         for layer in list(self._on_device):
-            self._drop(layer)
+            self._drop(layer, keep_writes=keep_writes)
         for weight in self._others:
-            weight.to_host()
+            weight.to_host(keep_writes=keep_writes)
 
     def _all(self) -> Iterator[_Weight]:
         for group in self._layers:

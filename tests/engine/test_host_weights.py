@@ -41,7 +41,7 @@ PLACES = ({"weights": "host"}, {"optimizer": "host"}, {"weights": "host", "optim
 def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     start, move = host.HostWeights.start_forward, host.HostWeights.move_to_host
 
-    def put_away(weight: host._Weight) -> None:
+    def put_away(weight: host._Weight, *, keep_writes: bool = False) -> None:
         if weight.device is not None:
             weight.device.fill_(torch.nan)
         # Another dtype does what another device does.
@@ -55,8 +55,8 @@ def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
             for weight in group:
                 weight.parameter.data = torch.full_like(weight.host, torch.nan)
 
-    def move_and_show(weights: host.HostWeights) -> None:
-        move(weights)
+    def move_and_show(weights: host.HostWeights, *, keep_writes: bool = False) -> None:
+        move(weights, keep_writes=keep_writes)
         for weight in weights._all():
             weight.parameter.data = weight.host
 
@@ -222,9 +222,10 @@ def test_weights_change_between_steps_and_evaluation_and_generation_see_it() -> 
     torch.testing.assert_close(made[0], made[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("to_data", [False, True], ids=["to the weight", "to its data"])
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_a_write_after_a_forward_whose_loss_is_dropped_is_kept(
-    places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    places: dict[str, str], to_data: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # what was written is in the copy on the device
     hosted, plain = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
@@ -234,7 +235,7 @@ def test_a_write_after_a_forward_whose_loss_is_dropped_is_kept(
             dropped = _loss(model, 1)
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.mul_(0.9)
+                    (parameter.data if to_data else parameter).mul_(0.9)
             assert dropped.requires_grad
             _loss(model, 2).backward()
     torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
