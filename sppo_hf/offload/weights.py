@@ -138,19 +138,18 @@ class _Weight:
         return self.parameter.data.data_ptr() not in [tensor.data_ptr() for tensor in own]
 
     def adopt_replaced_data(self) -> bool:
-        """Copy data that was assigned to the parameter to the host; no copy reads that any more.
+        """Take data that was assigned to the parameter as its bytes, not page-locked, on the host.
+
+        The former bytes stay as they are: who swaps averaged weights in assigns them again later.
 
         Returns:
-            Whether it has another shape or dtype (resized embeddings, say), and so other memory,
-            which is not page-locked.
+            Whether it has another shape or dtype (resized embeddings, say).
         """
         data = self.parameter.data
         is_other = data.shape != self.host.shape or data.dtype != self.host.dtype
         if is_other:
-            self.host, self.gradient_bytes = data.to("cpu").contiguous(), None
-        else:
-            self.host.copy_(data)
-        self.parameter.data = self.host
+            self.gradient_bytes = None
+        self.host = self.parameter.data = data.to("cpu").contiguous()
         self.to_host()
         return is_other
 

@@ -243,6 +243,30 @@ def test_a_write_after_a_forward_whose_loss_is_dropped_is_kept(
 
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
+def test_weights_that_were_swapped_for_others_come_back(
+    places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # assigned data are adopted
+    hosted, plain = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
+    losses: list[list[torch.Tensor]] = []
+    for model in (hosted, plain):
+        with float64_everywhere():
+            _loss(model, 1).backward()
+            model.zero_grad()
+            own = [parameter.data for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.data = 0.9 * parameter.data
+            with torch.no_grad():
+                averaged = _loss(model)
+            for parameter, data in zip(model.parameters(), own, strict=True):
+                parameter.data = data
+            losses.append([averaged, _loss(model)])
+            losses[-1][1].backward()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
+    torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 def test_hooks_after_accumulation_find_the_whole_gradient(
     places: dict[str, str], first: bool
