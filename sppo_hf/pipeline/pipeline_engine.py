@@ -107,7 +107,8 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
         raise ConfigError(
             "inputs_embeds that need a gradient would get it before the loss's backward, from "
             "the first rank alone. Allowed with pp_size > 1: input_ids, or inputs_embeds that "
-            "need none. Remedy: inputs_embeds.detach(), or pp_size=1."
+            "need none. Remedy: pp_size=1, or LoRA in place of prompt tuning; where nothing that "
+            "trains has made them, inputs_embeds.detach()."
         )
     if config.return_logits:
         raise ConfigError(
