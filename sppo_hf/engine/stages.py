@@ -307,7 +307,7 @@ def check_cut(parts: ModelParts, cut: StageCut) -> None:
 
     Raises:
         ConfigError: The stages do not cover the layers in order, or one is empty.
-        UnsupportedModelError: See `StagedModel`.
+        UnsupportedModelError: See `StagedModel`, or stages share weights that train.
     """
     covered = [layer for layers in cut.layers for layer in layers]
     if covered != list(range(len(parts.layers))) or not all(len(r) for r in cut.layers):
@@ -317,7 +317,32 @@ def check_cut(parts: ModelParts, cut: StageCut) -> None:
             "and none empty. Remedy: at most as many stages (pp_size x pp_virtual_stages) as "
             "layers."
         )
+    check_unshared(parts, cut.layers)
     _find_ends(parts)
+
+
+def check_unshared(parts: ModelParts, groups: Iterable[range]) -> None:
+    """Refuse trained parameters that layers of several groups share.
+
+    Of a model that is cut already, in which adapters may share weights with those of other ranks,
+    each layer is a group.
+
+    Raises:
+        UnsupportedModelError: Names such a parameter.
+    """
+    first: dict[int, int] = {}
+    for group in groups:
+        found = [(index, p) for index in group for p in parts.layers[index].parameters()]
+        for index, parameter in found:
+            if parameter.requires_grad and id(parameter) in first:
+                names = {id(p): name for name, p in parts.causal_lm.named_parameters()}
+                raise UnsupportedModelError(
+                    f"{parts.name} cannot be cut into stages: layers {first[id(parameter)]} and "
+                    f"{index} share {names[id(parameter)]}, which trains, and every stage would "
+                    "train one of its own. Allowed: trained weights of one layer each, such as "
+                    "LoRA's. Remedy: freeze it, use such an adapter, or train with pp_size=1."
+                )
+        first |= {id(parameter): index for index, parameter in reversed(found)}
 
 
 def shared_parameter_names(parts: ModelParts) -> frozenset[str]:

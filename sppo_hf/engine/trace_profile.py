@@ -166,6 +166,7 @@ def trace_model(config: PreTrainedConfig, training: Training, make: Any) -> Mode
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),  # the caller's; backward runs outside of `_autocast`
         contextlib.ExitStack() as stack,
         # Hides all of this from the caller's hooks; no backward unpacks what these ones pack.
         saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
@@ -492,6 +493,7 @@ def _trace_layer(
             index_bytes=runs[1].index_bytes,
             chosen_bytes=runs[1].chosen_bytes,
             returns_more=runs[1].returns_more,
+            takes_more=runs[1].takes_more,
             **per_token,
             largest_bytes=-(-runs[1].largest_bytes // lengths[1]),
             input_gradient_flops=backward - per_token["weight_gradient_flops"],
@@ -640,6 +642,9 @@ class _LayerRun:
         self._router_logits: list[Tensor] = []
         self._out = self.hidden
         self.returns_more = False
+        more = (*self._args[1:], *self._kwargs.values())
+        alike = [x for x in more if isinstance(x, Tensor) and x.shape == self.hidden.shape]
+        self.takes_more = any(x.is_floating_point() and x is not self.hidden for x in alike)
         self.largest_bytes = self.hidden.nbytes
 
     def _leaf(self, name: str, value: Any) -> Any:

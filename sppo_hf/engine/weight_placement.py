@@ -236,7 +236,7 @@ class WeightPlacement:
         """Called before the optimizer's step, which finds weights and gradients on the host."""
         if self.weights is not None:
             # A forward whose loss was dropped leaves weights on the device.
-            self.weights.move_to_host()
+            self.weights.move_to_host(keep_writes=True)
             if self._traces is not None:
                 self._traces.begin_update()
 

@@ -17,7 +17,8 @@ layers are on the device at a time: the one in use, and the next one, being pref
   node by itself, so a layer's weights are copied once in a forward. (Hooks do see them apart where
   two forwards have one backward.)
 - A gradient is copied to the host as soon as it is complete, and added there to what earlier
-  batches left. Until backward ends `Parameter.grad` is None, afterwards it is the host's.
+  batches left. Until backward ends `Parameter.grad` is None, afterwards it is the host's. Only
+  hooks of others that run after accumulation find it, whole and on the device.
 - Copies are never reused over an optimizer's step: each forward copies anew.
 - If memory is page-locked, a layer's weights and gradients share one piece of it, made before
   anything runs, in which each tensor has a storage of its own: saving one saves its bytes alone,
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from sppo_hf.errors import ConfigError, OffloadError
 from sppo_hf.offload.copy_streams import Copier, Ticket
@@ -122,6 +124,10 @@ class _Weight:
     """Sum on the host of earlier batches and this backward so far; None outside of backward."""
     gradient_bytes: Tensor | None = None
     """Page-locked bytes for its gradient; None if it has none of its own."""
+    sends_gradient: RemovableHandle | None = None
+    """The hook that sends the gradient to the host; None if it does not train."""
+    _used_version: int = 0
+    """Version of the parameter when it became its device copy."""
     _gradient_holder: weakref.ref[Any] | None = None
     """Alive as long as anybody holds a gradient in `gradient_bytes`."""
 
@@ -132,19 +138,18 @@ class _Weight:
         return self.parameter.data.data_ptr() not in [tensor.data_ptr() for tensor in own]
 
     def adopt_replaced_data(self) -> bool:
-        """Copy data that was assigned to the parameter to the host; no copy reads that any more.
+        """Take data that was assigned to the parameter as its bytes, not page-locked, on the host.
+
+        The former bytes stay as they are: who swaps averaged weights in assigns them again later.
 
         Returns:
-            Whether it has another shape or dtype (resized embeddings, say), and so other memory,
-            which is not page-locked.
+            Whether it has another shape or dtype (resized embeddings, say).
         """
         data = self.parameter.data
         is_other = data.shape != self.host.shape or data.dtype != self.host.dtype
         if is_other:
-            self.host, self.gradient_bytes = data.to("cpu").contiguous(), None
-        else:
-            self.host.copy_(data)
-        self.parameter.data = self.host
+            self.gradient_bytes = None
+        self.host = self.parameter.data = data.to("cpu").contiguous()
         self.to_host()
         return is_other
 
@@ -174,15 +179,31 @@ class _Weight:
             self.ticket.wait()
             self.ticket = None
             self.parameter.data = self.device
+            self._used_version = version_of(self.parameter)
 
-    def to_host(self) -> None:
-        """Make the parameter its host bytes, and free the device copy; replaced data stays."""
+    def to_host(self, *, keep_writes: bool = False) -> None:
+        """Make the parameter its host bytes, and free the device copy; replaced data stays.
+
+        The copy is copied back if the parameter was written into since its use began; with
+        `keep_writes` always, for writes into `Parameter.data` (PEFT's merging) change no version.
+        """
+        is_used = self.device is not None and self.ticket is None
         if self.ticket is not None:
             self.ticket.wait()  # nobody did, and its bytes may not be freed under the copy
             self.ticket = None
         if not self.has_replaced_data:
+            if is_used and (keep_writes or version_of(self.parameter) != self._used_version):
+                self.host.copy_(self.parameter.data)
             self.parameter.data = self.host
         self.device = None
+
+    def run_own_hook_last(self) -> bool:
+        """Have the hook that sends the gradient run after all others; returns whether there are."""
+        hooks: Any = self.parameter._post_accumulate_grad_hooks
+        assert self.sends_gradient is not None, "it trains"
+        own = self.sends_gradient.id
+        hooks[own] = hooks.pop(own)  # autograd reads the order of a plain dict
+        return len(hooks) > 1
 
 
 @dataclass(slots=True)
@@ -295,7 +316,8 @@ class HostWeights:
         """Prepare for a forward: copy to the device what is needed throughout.
 
         After a backward that raised, its gradients are dropped, and those of earlier batches that
-        accumulate with it.
+        accumulate with it. After a forward without a backward the copies that it left on the device
+        are the weights, into which others may have written.
         """
         if self._is_in_backward:  # it raised, so its end was not noticed
             self._is_in_backward = False
@@ -303,13 +325,13 @@ class HostWeights:
                 self._release(self._accumulations.popleft())
             for weight in self._all():
                 weight.gradient = None
-            self.move_to_host()
+            self.move_to_host(keep_writes=True)
         replaced = [weight for weight in self._all() if weight.has_replaced_data]
         if replaced:
             self._finish_h2d()
             if any([weight.adopt_replaced_data() for weight in replaced]):
                 self._size_gradient_memory()
-        self._drop_device_copies()
+        self._drop_device_copies(keep_writes=True)
         self.layers_with_sent_gradients.clear()
         self._start_h2d(self._others, len(self._layers), backward=False)
         for weight in self._others:
@@ -330,19 +352,17 @@ class HostWeights:
         if 0 <= following < len(self._layers):
             self._prefetch(following, in_use=layer, backward=backward)
 
-    def move_to_host(self) -> None:
-        """Put all parameters and gradients on the host, before others read or write them."""
-        self._drop_device_copies()
+    def move_to_host(self, *, keep_writes: bool = False) -> None:
+        """Put all parameters and gradients on the host, before others read or write them.
+
+        With `keep_writes` others may have written into parameters since a forward; see
+        `start_forward`.
+        """
+        self._drop_device_copies(keep_writes=keep_writes)
         # From now on the host may write parameters and read gradients, so here, once a step, it
         # waits. Copies of a direction end in order.
         self._finish_h2d()
-        if self._last_d2h is not None:
-            self._last_d2h.finish()
-            self._last_d2h = None
-        self._pending_gradients.clear()
-        while self._accumulations:
-            self._accumulations[0].ticket.finish()
-            self._add(self._accumulations.popleft())
+        self._finish_gradients()
         for weight in self._all():
             if weight.gradient is not None:
                 weight.parameter.grad, weight.gradient = weight.gradient, None
@@ -356,7 +376,7 @@ class HostWeights:
 
     def release(self) -> None:
         """Leave every parameter on the host, for a successor to take over."""
-        self.move_to_host()
+        self.move_to_host(keep_writes=True)
         for hook in self._hooks:
             hook.remove()
 
@@ -417,18 +437,18 @@ class HostWeights:
         for weight in weights:
             self._last_h2d = weight.prefetch(self._copier)
 
-    def _drop(self, layer: int) -> None:
+    def _drop(self, layer: int, *, keep_writes: bool = False) -> None:
         del self._on_device[layer]
         for weight in self._layers[layer]:
-            weight.to_host()
+            weight.to_host(keep_writes=keep_writes)
         if self._in_use == layer:
             self._in_use = None
 
-    def _drop_device_copies(self) -> None:
+    def _drop_device_copies(self, *, keep_writes: bool) -> None:
         for layer in list(self._on_device):
-            self._drop(layer)
+            self._drop(layer, keep_writes=keep_writes)
         for weight in self._others:
-            weight.to_host()
+            weight.to_host(keep_writes=keep_writes)
 
     def _all(self) -> Iterator[_Weight]:
         for group in self._layers:
@@ -454,10 +474,18 @@ class HostWeights:
         self.move_to_host()
 
     def _before_gradient(self, weight: _Weight, _: Tensor) -> None:
-        """Set `.grad` aside before autograd adds to it: that is on another device."""
+        """Set `.grad` aside before autograd adds to it: that is on another device.
+
+        Hooks of others that run after accumulation find the whole of it, on the device.
+        """
         self._notice_end()
-        if weight.parameter.grad is not None:
-            weight.gradient, weight.parameter.grad = weight.parameter.grad, None
+        parameter = weight.parameter
+        if parameter.grad is not None:
+            weight.gradient, parameter.grad = parameter.grad, None
+        if weight.run_own_hook_last() and weight.gradient is not None:
+            self._finish_gradients()
+            earlier, weight.gradient = weight.gradient, None
+            parameter.grad = earlier.to(parameter.device)
 
     @torch.no_grad()
     def _after_gradient(self, weight: _Weight, parameter: Tensor) -> None:
@@ -515,6 +543,16 @@ class HostWeights:
             self._arrival_pool.close()
         if self._locker is not None and self._max_pending_bytes + outer:
             self._arrival_pool = HostPool(arriving_bytes(gradients, outer), locker=self._locker)
+
+    def _finish_gradients(self) -> None:
+        """Block the host until all gradients have arrived, and add them to earlier ones."""
+        if self._last_d2h is not None:
+            self._last_d2h.finish()
+            self._last_d2h = None
+        self._pending_gradients.clear()
+        while self._accumulations:
+            self._accumulations[0].ticket.finish()
+            self._add(self._accumulations.popleft())
 
     def _limit_pending_gradients(self) -> None:
         """Free gradients whose copies are over; compute waits where too many are pending."""
@@ -586,9 +624,10 @@ def _tensor_with_own_storage(memory: Tensor, like: Tensor) -> tuple[Tensor, Any]
 def _gradient_hooks(weights: HostWeights, weight: _Weight) -> Iterator[Any]:
     parameter = weight.parameter
     yield parameter.register_hook(functools.partial(weights._before_gradient, weight))
-    yield parameter.register_post_accumulate_grad_hook(
+    weight.sends_gradient = parameter.register_post_accumulate_grad_hook(
         functools.partial(weights._after_gradient, weight)
     )
+    yield weight.sends_gradient
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -38,7 +38,13 @@ from sppo_hf.engine.device_facts import device_facts, model_shape
 from sppo_hf.engine.family_guard import check_family
 from sppo_hf.engine.foreign_code import check_foreign_code
 from sppo_hf.engine.model_parts import ModelParts, find_parts
-from sppo_hf.engine.stages import StageCut, StagedModel, absent_prefixes, staged_model_of
+from sppo_hf.engine.stages import (
+    StageCut,
+    StagedModel,
+    absent_prefixes,
+    check_unshared,
+    staged_model_of,
+)
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import ConfigError, UnsupportedModelError
 from sppo_hf.pipeline.agreement import all_true
@@ -344,8 +350,15 @@ def choose_cut(parts: ModelParts, config: SPPOConfig, pp_rank: int) -> StageCut:
 
     Raises:
         ConfigError: There are more stages than layers.
+        UnsupportedModelError: Layers exchange more than hidden states.
     """
     shape = model_shape(parts)
+    if (refusal := shape.stages_refusal) is not None:
+        raise UnsupportedModelError(
+            f"{parts.name} cannot be cut into stages: {refusal}, and only hidden states are sent "
+            "from one stage to the next. Train it with pp_size=1; DDP and FSDP2 share the work "
+            "between GPUs."
+        )
     stages = config.pp_size * config.pp_virtual_stages
     if stages > len(shape.layers):
         raise ConfigError(
@@ -449,6 +462,7 @@ def staged_model(
     Raises:
         ConfigError: There are more stages than layers, or the model was cut for another rank or
             other settings.
+        UnsupportedModelError: The model cannot be cut, or layers share weights that train.
     """
     staged = staged_model_of(parts.causal_lm)
     if staged is None:
@@ -463,6 +477,7 @@ def staged_model(
             "that was loaded by the same rank with the same settings. Remedy: load it again with "
             "the settings that it is to run with."
         )
+    check_unshared(parts, (range(i, i + 1) for i in sorted(staged.cut.own_layers)))
     return staged
 
 

@@ -107,7 +107,8 @@ def refuse_call(parts: ModelParts, config: SPPOConfig, call: ForwardCall) -> Non
         raise ConfigError(
             "inputs_embeds that need a gradient would get it before the loss's backward, from "
             "the first rank alone. Allowed with pp_size > 1: input_ids, or inputs_embeds that "
-            "need none. Remedy: inputs_embeds.detach(), or pp_size=1."
+            "need none. Remedy: pp_size=1, or LoRA in place of prompt tuning; where nothing that "
+            "trains has made them, inputs_embeds.detach()."
         )
     if config.return_logits:
         raise ConfigError(
@@ -278,6 +279,8 @@ class PipelineEngine(Engine):
         self._check_kernels(call.device)
         if call.head_arguments:
             return TokenCall(self, call, layout).forward()
+        reads = self.reads()
+        versions = reads.versions()
         gradients, runner = self.run_schedule(
             call,
             layout,
@@ -286,7 +289,12 @@ class PipelineEngine(Engine):
             router_gradient=self._router_gradient,
             reduces=torch.is_grad_enabled() and self.averages_gradients(),
         )
-        return self._output(call, runner, gradients)
+        reads.ignore_own_writes(versions)
+        return self._output(call, runner, gradients, reads)
+
+    def reads(self) -> ReadTensors:
+        """All weights on this rank, which nobody may change between forward and backward."""
+        return ReadTensors.of_named(self.parts.causal_lm.named_parameters())
 
     def run_schedule(
         self,
@@ -759,7 +767,11 @@ class PipelineEngine(Engine):
         return x
 
     def _output(
-        self, call: ForwardCall, runner: StageRunner, gradients: StepGradients | None
+        self,
+        call: ForwardCall,
+        runner: StageRunner,
+        gradients: StepGradients | None,
+        reads: ReadTensors,
     ) -> ModelOutput:
         """Return the loss on every rank, shape `[]`; see `gradients` for its backward."""
         wide = torch.promote_types(self.parts.causal_lm.dtype, torch.float32)
@@ -776,7 +788,6 @@ class PipelineEngine(Engine):
         if gradients is None:
             return output
         used_gradient, loss_scale = self.loss_gradient.expected(), self.loss_gradient.loss_scale()
-        reads = ReadTensors.of_named(self.parts.causal_lm.named_parameters())
         versions = reads.versions()
 
         def release(grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:

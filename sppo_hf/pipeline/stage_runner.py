@@ -35,7 +35,7 @@ from sppo_hf.engine.sequence_group import SequenceGroup
 from sppo_hf.engine.stage_messages import SHARED_KV, MessageLayout, UnpackedMessage
 from sppo_hf.engine.stages import StagedModel
 from sppo_hf.engine.unit_graph import InputGradient, StateEnd, UnitGraph, begin_graph
-from sppo_hf.errors import SPPOError, UnsupportedModelError
+from sppo_hf.errors import SPPOError
 from sppo_hf.pipeline.stage_plans import PreparedStep
 from sppo_hf.schedule.actions import KIND_NAMES, Kind
 from sppo_hf.schedule.messages import ChunkRun
@@ -496,16 +496,11 @@ def first_layer_hook(
 def last_layer_hook(get_runner: Callable[[], StageRunner | None]) -> Callable[..., None]:
     """Make a hook (with keywords) for last layers of stages; see `StageRunner.last_output`."""
 
-    def hook(layer: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hook(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         runner = get_runner()
         if runner is None:
             return
-        hidden, *others = output if isinstance(output, tuple) else (output,)
-        if any(isinstance(other, Tensor) for other in others):
-            raise UnsupportedModelError(
-                f"{type(layer).__name__} returns more than hidden states to the next layer, which "
-                "is not sent between the stages of a pipeline. Train it on one device (pp_size=1)."
-            )
+        hidden = output[0] if isinstance(output, tuple) else output
         runner.last_output = hidden, kwargs.get(SHARED_KV) or {}
 
     return hook

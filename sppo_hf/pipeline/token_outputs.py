@@ -35,7 +35,6 @@ from transformers.modeling_outputs import ModelOutput
 from sppo_hf.engine.engine import chunk_labels
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall
 from sppo_hf.engine.loss import RouterLoss
-from sppo_hf.engine.read_tensors import ReadTensors
 from sppo_hf.engine.recompute import RunContext
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.errors import UnsupportedModelError
@@ -109,7 +108,7 @@ class TokenCall:
         self._layout = layout
         self._context = RunContext(call.device)
         self._parameters = [p for p in engine.parts.causal_lm.parameters() if p.requires_grad]
-        self._reads = ReadTensors.of_named(engine.parts.causal_lm.named_parameters())
+        self._reads = engine.reads()
         self._versions = self._reads.versions()
         self._gradients: StepGradients | None = None
         """Gradients for `_assumed_gradient`; None where forward ran no backward."""
@@ -139,6 +138,7 @@ class TokenCall:
                 scale=self._scale(),
                 records=not training or gradients is not None,
             )
+        self._reads.ignore_own_writes(self._versions)
         tensors = self._broadcast(outputs)
         self._router_loss = runner.router_loss
         if self._router_loss is not None:

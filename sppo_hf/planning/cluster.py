@@ -146,13 +146,13 @@ class ClusterRequest:
     def can_run(self, layout: Layout) -> bool:
         """Returns whether the runtime can run a layout.
 
-        No sequence-parallel groups share units. Neither a classifier is cut into stages, nor a
-        model whose layers give the next one more than hidden states.
+        No sequence-parallel groups share units, and no classifier is cut into stages, nor a model
+        whose layers exchange more than hidden states.
         """
         shape = self.cost.shape
         if layout.sharded and self.fsdp2_refusal:
             return False
-        if layout.stages > 1 and (shape.head_width is not None or shape.by_layer_refusal):
+        if layout.stages > 1 and (shape.head_width is not None or shape.stages_refusal):
             return False
         if layout.order == "by_layer" and layout.kv_tier != "device":
             # K/V that other layers read stay until all of these have run.

@@ -38,7 +38,7 @@ THIN = 8
 
 Thin matmuls are recomputed; their outputs are not saved."""
 
-_FORMAT = 8
+_FORMAT = 9
 
 _TRACED_WITHIN_SECONDS = 60.0
 """Seconds to wait for another process that traces the same model before tracing it here too."""
@@ -198,6 +198,10 @@ class LayerProfile:
 
     returns_more: bool = False
     """Whether the layer returns tensors besides hidden states, which the next layer takes."""
+
+    takes_more: bool = False
+    """Whether the layer takes other hidden states beside those of the layer before: Zamba 2's take
+    the embeddings, too."""
 
     @property
     def chosen(self) -> bool:

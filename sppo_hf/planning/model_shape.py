@@ -374,6 +374,16 @@ class ModelShape:
         return None if index is None else f"layer {index} returns more than hidden states"
 
     @property
+    def stages_refusal(self) -> str | None:
+        """Why the layers cannot be cut into stages, as part of a sentence; None if they can."""
+        for index, layer in enumerate(self.layers):
+            if layer.takes_more:
+                return f"layer {index} takes the embeddings, too, or other hidden states of before"
+            if layer.returns_more:
+                return f"layer {index} returns more than hidden states, which the next layer takes"
+        return None
+
+    @property
     def embedding_trained(self) -> bool:
         """Whether embedding and head receive a gradient: not where only adapters train."""
         return self.lora is None and self.trainable_fraction > _MOSTLY

@@ -41,7 +41,7 @@ PLACES = ({"weights": "host"}, {"optimizer": "host"}, {"weights": "host", "optim
 def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     start, move = host.HostWeights.start_forward, host.HostWeights.move_to_host
 
-    def put_away(weight: host._Weight) -> None:
+    def put_away(weight: host._Weight, *, keep_writes: bool = False) -> None:
         if weight.device is not None:
             weight.device.fill_(torch.nan)
         # Another dtype does what another device does.
@@ -55,8 +55,8 @@ def _away_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
             for weight in group:
                 weight.parameter.data = torch.full_like(weight.host, torch.nan)
 
-    def move_and_show(weights: host.HostWeights) -> None:
-        move(weights)
+    def move_and_show(weights: host.HostWeights, *, keep_writes: bool = False) -> None:
+        move(weights, keep_writes=keep_writes)
         for weight in weights._all():
             weight.parameter.data = weight.host
 
@@ -220,6 +220,71 @@ def test_weights_change_between_steps_and_evaluation_and_generation_see_it() -> 
                 made.append([_loss(model.eval()), model(ids).logits])
         made[-1].append(model.generate(ids, max_new_tokens=4))
     torch.testing.assert_close(made[0], made[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("to_data", [False, True], ids=["to the weight", "to its data"])
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_a_write_after_a_forward_whose_loss_is_dropped_is_kept(
+    places: dict[str, str], to_data: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # what was written is in the copy on the device
+    hosted, plain = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
+    for model in (hosted, plain):
+        with float64_everywhere():
+            _loss(model).backward()
+            dropped = _loss(model, 1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    (parameter.data if to_data else parameter).mul_(0.9)
+            assert dropped.requires_grad
+            _loss(model, 2).backward()
+    torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
+    assert all(map(torch.equal, hosted.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_weights_that_were_swapped_for_others_come_back(
+    places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # assigned data are adopted
+    hosted, plain = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
+    losses: list[list[torch.Tensor]] = []
+    for model in (hosted, plain):
+        with float64_everywhere():
+            _loss(model, 1).backward()
+            model.zero_grad()
+            own = [parameter.data for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.data = 0.9 * parameter.data
+            with torch.no_grad():
+                averaged = _loss(model)
+            for parameter, data in zip(model.parameters(), own, strict=True):
+                parameter.data = data
+            losses.append([averaged, _loss(model)])
+            losses[-1][1].backward()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
+    torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+def test_hooks_after_accumulation_find_the_whole_gradient(
+    places: dict[str, str], first: bool
+) -> None:
+    hosted, plain = _converted(**places), build_tiny_model("llama", dtype=torch.float64).train()
+    for model in (hosted, plain):
+
+        def halve_largest(parameter: torch.Tensor) -> None:  # not linear in the gradient
+            parameter.grad.clamp_(max=parameter.grad.max().item() / 2)
+
+        with float64_everywhere():
+            if not first:
+                _loss(model).backward()
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(halve_largest)
+            for seed in (1, 2):
+                _loss(model, seed).backward()
+    torch.testing.assert_close(_gradients(hosted), _gradients(plain), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["in training", "in an evaluation"])

@@ -18,8 +18,8 @@ from sppo_hf.engine.attention_interface import document_positions, is_causal_wit
 from sppo_hf.engine.model_parts import CAPTURES, find_causal_lm, find_parts
 from sppo_hf.engine.stage_messages import MessageLayout, _SharedKV
 from sppo_hf.engine.stages import AbsentLayer, StageCut, StagedModel
-from sppo_hf.errors import ConfigError
-from sppo_hf.pipeline.convert import choose_cut
+from sppo_hf.errors import ConfigError, UnsupportedModelError
+from sppo_hf.pipeline.convert import choose_cut, staged_model
 from sppo_hf.testing.tiny_models import add_lora, build_tiny_model
 from tests.integrations.training import switch_checkpointing_on
 from tests.sweeps import turn
@@ -201,6 +201,41 @@ def test_more_stages_than_layers_are_refused(pp_size: int, virtual: int) -> None
     assert f"pp_size={pp_size} x pp_virtual_stages={virtual} makes {pp_size * virtual}" in said
     assert "4 layers" in said
     assert "Remedy" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [("zamba2", "layer 0 takes the embeddings, too"), ("zaya", "layer 0 returns more than hidden")],
+)
+def test_layers_that_exchange_more_than_hidden_states_are_refused(family: str, said: str) -> None:
+    parts = find_parts(build_tiny_model(family))
+    with pytest.raises(UnsupportedModelError, match=f"{said}.*pp_size=1"):
+        choose_cut(parts, SPPOConfig(pp_size=2), pp_rank=0)
+
+
+def share_between_layers(model: nn.Module, first: int, second: int) -> None:
+    layers = find_parts(model).layers
+    layers[second].mlp.up_proj.weight = layers[first].mlp.up_proj.weight
+
+
+def test_weights_that_stages_share_are_refused_where_they_train() -> None:
+    model = build()
+    share_between_layers(model, 1, 3)
+    with pytest.raises(UnsupportedModelError, match=r"layers 1 and 3 share model\.layers\.1\."):
+        cut(model, 1)
+    find_parts(model).layers[1].mlp.up_proj.weight.requires_grad_(False)
+    cut(model, 1)
+    model = build()
+    share_between_layers(model, 1, 2)
+    cut(model, 1)  # they are of one stage
+
+
+def test_adapters_that_share_weights_are_refused_in_a_model_that_was_cut_before() -> None:
+    model = build()
+    cut(model, 1)
+    share_between_layers(model, 1, 2)
+    with pytest.raises(UnsupportedModelError, match="layers 1 and 2 share"):
+        staged_model(find_parts(model), SPPOConfig(pp_size=3), 1)
 
 
 def test_layers_of_stages_can_be_set() -> None:

@@ -195,6 +195,13 @@ def test_saved_bytes_under_autocast(family: str) -> None:
     assert _whole_bytes(shape) == _about(measured)
 
 
+def test_the_callers_autocast_is_not_the_traces() -> None:
+    training = Training(dtype_bytes=2, parameter_bytes=4)  # in bfloat16, whichever the caller's is
+    expected = trace_config(tiny_config("phi3"), training)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert trace_config(tiny_config("phi3"), training) == expected
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_saved_bytes_of_wide_adapters(family: str) -> None:
     """PEFT's float32 adapters on a 16-bit model, with the Trainer's autocast and without."""

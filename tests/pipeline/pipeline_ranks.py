@@ -32,7 +32,7 @@ from sppo_hf.engine import mixer_kernels
 from sppo_hf.engine.convert import get_engine, revert
 from sppo_hf.engine.device_facts import model_profile
 from sppo_hf.engine.family_guard import family_check_disabled
-from sppo_hf.engine.model_parts import find_causal_lm, find_parts
+from sppo_hf.engine.model_parts import find_causal_lm, find_parts, suppress_peft_warnings
 from sppo_hf.engine.step_observer import StepObserver, StepRecord
 from sppo_hf.errors import SPPOError
 from sppo_hf.integrations.accelerator import total_norm
@@ -501,6 +501,28 @@ def change_weights_before_backward(pp_size: int) -> str:
     return "nothing"
 
 
+def run_backward_of_two_losses(pp_size: int) -> str:
+    """Return the error of a backward after another forward, which writes into weights itself.
+
+    PEFT's adapters on experts put the base weight, as it was, back after every call.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    model: nn.Module = build_tiny_model("qwen3_moe", num_hidden_layers=pp_size + 1)
+    lora = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.gate.weight"])
+    with suppress_peft_warnings():
+        model = get_peft_model(model, lora)
+    convert_over_ranks(model, SPPOConfig(pp_size=pp_size, num_chunks=2, show_plan=False))
+    batch = make_batch(rows=2, tokens=TOKENS)
+    try:
+        (model(**batch).loss + model(**batch).loss).backward()
+    except SPPOError as error:
+        return str(error)
+    finally:
+        revert(model)
+    return "nothing"
+
+
 def mesh_facts(pp_size: int) -> dict[str, Any]:
     """Return this rank's coordinates and groups in the mesh."""
     mesh = shared_mesh(pp_size, torch.device("cpu"), 600)
@@ -557,6 +579,7 @@ def main(job: dict[str, Any]) -> None:
             executed_and_listed_actions(job["pp_size"], profiled=job["profiled"])
         )
         result["changed"] = all_gather(change_weights_before_backward(job["pp_size"]))
+        result["written"] = all_gather(run_backward_of_two_losses(job["pp_size"]))
         result["places"] = all_gather(mesh_facts(job["pp_size"]))
     if job.get("weights"):
         result["weights"] = all_gather(collectives_in_order(job["pp_size"]))

@@ -103,6 +103,7 @@ def assert_all(cases: list[Case], folder: Path, *, pp_size: int, replicas: int) 
     for said in result["changed"]:
         assert "pipeline's loss" in said, said
         assert "was changed in place between forward and backward" in said, said
+    assert set(result["written"]) == {"nothing"}, result["written"]
     assert_places(result, pp_size=pp_size, replicas=replicas)
 
 

@@ -70,6 +70,15 @@ def test_a_classifier_is_given_no_pipeline() -> None:
     assert {1, 2, 4} <= {layout.stages for layout in layouts(QUESTION)}
 
 
+@pytest.mark.parametrize("exchange", [{"takes_more": True}, {"returns_more": True}], ids=str)
+def test_layers_that_exchange_more_than_hidden_states_are_given_no_pipeline(
+    exchange: dict[str, bool],
+) -> None:
+    layers = tuple(replace(layer, **exchange) for layer in SHAPE.layers)
+    cost = replace(QUESTION.cost, shape=replace(SHAPE, layers=layers))
+    assert {layout.stages for layout in layouts(replace(QUESTION, cost=cost))} == {1}
+
+
 def within(device: float, host: float = 1000.0) -> ClusterRequest:
     budgets = Budgets(device=int(device * GIB), host=int(host * GIB), disk=0)
     return replace(QUESTION, budgets=budgets)
