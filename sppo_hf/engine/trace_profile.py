@@ -591,11 +591,9 @@ class _LayerRun:
         self._layer = call.layer
         self._training = training
         self.indexers: tuple[Any, ...] = indexers_of(call.layer)
-        self.chosen_bytes = 0
-        """Bytes of what is chosen for a query of a sequence that is long enough for a choice."""
-        if self.indexers or call.kwargs.get(CHOSEN) is not None:
-            self.chosen_bytes = parts.text_config.index_topk * torch.int32.itemsize
-        self.kv = _ObservedKV(tokens, call.stored_keys, chooses=self.chosen_bytes > 0)
+        chooses = bool(self.indexers) or call.kwargs.get(CHOSEN) is not None
+        self.chosen_bytes = _chosen_bytes(parts) if chooses else 0
+        self.kv = _ObservedKV(tokens, call.stored_keys, chooses)
         self._is_fake = isinstance(call.hidden, FakeTensor)
         weights = (*call.layer.parameters(), *call.layer.buffers())
         self._not_activations = {storage_key(tensor) for tensor in weights}
@@ -638,7 +636,6 @@ class _LayerRun:
         """Storages saved behind the first matmul that follows attention."""
         self._attending_child: str | None = None
         self._matmuls_to_choice = 0
-        self._index_keys = IndexKeys(tokens)
         self._router_logits: list[Tensor] = []
         self._out = self.hidden
         self.returns_more = False
@@ -851,7 +848,7 @@ class _LayerRun:
             choose_backend=self.kv.choose_backend,
             stash=self,
             states=self._states,
-            index_keys=self._index_keys,
+            index_keys=IndexKeys(self.kv.tokens),
         )
         with (
             chunked_attention(context),
@@ -945,6 +942,12 @@ class _Matmul(NamedTuple):
     """Elements of the output of an adapter's second factor that is not as wide as the layer."""
     child: str | None
     """Name of the layer's child module in which it ran."""
+
+
+def _chosen_bytes(parts: ModelParts) -> int:
+    """Bytes of what is chosen for a query of a sequence that is long enough for a choice."""
+    num_keys: int = parts.text_config.index_topk
+    return num_keys * torch.int32.itemsize
 
 
 def _with_unused(
