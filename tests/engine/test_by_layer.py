@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import warnings
@@ -131,6 +132,22 @@ def test_a_model_that_cannot_goes_chunk_by_chunk_with_a_warning() -> None:
         report = compare(model, make_batch(tokens=23), _config())
     assert report.exact, str(report)
     assert report.attention_forwards == 3 + 9, "one layer, and then all of them chunk by chunk"
+
+
+def test_layers_that_are_told_of_padding_run_by_layer() -> None:
+    """Of a batch without padding the model gives them no mask."""
+    batch = make_batch(rows=2, tokens=23, padding=[0, 12])
+    del batch["labels"]
+    plain = build_tiny_model("granitemoehybrid")
+    model = convert(copy.deepcopy(plain), _config(chunk_lengths=(9, 14)))
+    with float64_everywhere():
+        for one in (plain, model):
+            one(**batch, use_cache=False).logits.square().mean().backward()
+    engine = get_engine(model)
+    assert engine is not None
+    assert not engine.plans.is_by_chunk
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_a_model_may_read_the_weights_of_its_norm_and_layers() -> None:
