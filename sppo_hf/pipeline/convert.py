@@ -42,7 +42,6 @@ from sppo_hf.engine.stages import (
     StageCut,
     StagedModel,
     absent_prefixes,
-    check_unshared,
     staged_model_of,
 )
 from sppo_hf.engine.step_observer import StepObserver
@@ -477,7 +476,7 @@ def staged_model(
             "that was loaded by the same rank with the same settings. Remedy: load it again with "
             "the settings that it is to run with."
         )
-    check_unshared(parts, (range(i, i + 1) for i in sorted(staged.cut.own_layers)))
+    staged.note_adapters()
     return staged
 
 
