@@ -648,8 +648,6 @@ class PipelineEngine(Engine):
                 self.observer.on_unit(direction, action.unit, schedule.num_units)
 
         executor = Executor(
-            schedule,
-            self.mesh.pp_rank,
             runner,
             self._make_unit_tensors(prepared, runner),
             scale=scale,
