@@ -383,9 +383,9 @@ class ChunkRunner:
             few = [(0, 1)] * (example_tokens(tokens) - 1) + [(tokens - 1, tokens)]
             example = inputs.joined(few).chunk(0, len(few))
             with torch.no_grad():
-                examples = layer_calls(self.parts, lambda: self._run_base(example, range(1), few))
-            if tokens > 1:  # of one token, a step of decoding, models may leave out the mask too
-                self._examples = examples
+                self._examples = layer_calls(
+                    self.parts, lambda: self._run_base(example, range(1), few)
+                )
         output = self._run_base(inputs.chunk(0, tokens), chunks, [(0, tokens)])
         output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
         # Of all chunks of the first layer with a router, then of the next layer, and so on.

@@ -235,7 +235,8 @@ class SlicedCall:
         self._where = where
         leaves, self._spec = tree_flatten((args, kwargs))
         examples, known_spec = tree_flatten(example)
-        if self._spec != known_spec:
+        kinds, known_kinds = ([isinstance(x, Tensor) for x in xs] for xs in (leaves, examples))
+        if (self._spec, kinds) != (known_spec, known_kinds):
             raise CannotRunByLayer(f"{where} is called with other arguments for fewer tokens")
         tokens = bounds[-1][1]
         hidden = args[0] if args else kwargs.get("hidden_states")
@@ -310,8 +311,8 @@ def _token_dim(leaf: Any, example: Any, tokens: int) -> int | None:
     See [Note: which dims are the tokens].
     """
     if not isinstance(leaf, Tensor):
-        return _UNCLEAR if isinstance(example, Tensor) else None
-    if not isinstance(example, Tensor) or example.ndim != leaf.ndim:
+        return None
+    if example.ndim != leaf.ndim:
         return _UNCLEAR
     changed = [dim for dim in range(leaf.ndim) if example.shape[dim] != leaf.shape[dim]]
     if not changed:

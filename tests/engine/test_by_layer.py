@@ -102,6 +102,13 @@ def test_a_tensor_without_one_dim_of_tokens_is_refused(other: Any, few: Any) -> 
         _cut((hidden, torch.zeros(other)), (hidden[:, :2], torch.zeros(few)))
 
 
+@pytest.mark.parametrize(("mask", "few"), [(None, torch.ones(1, 2)), (torch.ones(1, 8), None)])
+def test_a_tensor_that_is_given_for_some_lengths_alone_is_refused(mask: Any, few: Any) -> None:
+    hidden = torch.randn(1, 8, 4)
+    with pytest.raises(CannotRunByLayer, match="with other arguments for fewer tokens"):
+        _cut((hidden, mask), (hidden[:, :2], few))
+
+
 @pytest.mark.parametrize(
     "returned", [lambda x: (x, x), lambda x: x[:, :1], lambda x: {"hidden": x}]
 )
