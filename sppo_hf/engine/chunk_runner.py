@@ -60,7 +60,6 @@ from sppo_hf.engine.recurrent_state import (
 )
 from sppo_hf.engine.sequence_group import SequenceGroup, rank_tokens
 from sppo_hf.engine.sliced_calls import (
-    EXAMPLE_TOKENS,
     NORM,
     Call,
     CannotRunByLayer,
@@ -68,6 +67,7 @@ from sppo_hf.engine.sliced_calls import (
     PrefixLength,
     SlicedCall,
     TokenSlices,
+    example_tokens,
     layer_calls,
     move_hooks_innermost,
 )
@@ -296,7 +296,7 @@ class ChunkRunner:
         self._chunks = range(0)
         self._chunk = 0
         self._arena = CpuChunkArena(len(self._layers))
-        self._examples: dict[int, Call] = {}
+        self._examples: dict[int, Call] | None = None
         self._call: SlicedCall | None = None
         self._running: _RunningLayer | None = None
         self._recomputed_chunks: dict[int, weakref.ref[RecomputedLayer]] = {}
@@ -374,18 +374,19 @@ class ChunkRunner:
         bounds = self._bounds_of_call(chunks)
         if self.group is not None:
             inputs = inputs.joined([self.run_tokens(chunk) for chunk in chunks])
+        tokens = bounds[-1][1]
         # Of one chunk no example is needed; but where FSDP2 shards the model, other ranks, which
-        # may have more chunks, wait for this one to gather the embedding for theirs.
+        # may have more chunks, wait for this one to gather the embedding for theirs. And either all
+        # ranks must find that the model cannot run by layer, or none.
         if len(chunks) > 1 or self.is_sharded:
-            few = max(1, min(EXAMPLE_TOKENS, bounds[-1][1] - 1))
-            first_tokens = inputs.chunk(0, few)
+            # With the last token, which is padding if any is: a mask of ones may be left out.
+            few = [(0, 1)] * (example_tokens(tokens) - 1) + [(tokens - 1, tokens)]
+            example = inputs.joined(few).chunk(0, len(few))
             with torch.no_grad():
-                examples = layer_calls(
-                    self.parts, lambda: self._run_base(first_tokens, range(1), few)
+                self._examples = layer_calls(
+                    self.parts, lambda: self._run_base(example, range(1), few)
                 )
-            if len(chunks) > 1:
-                self._examples = examples
-        output = self._run_base(inputs.chunk(0, bounds[-1][1]), chunks, bounds[-1][1])
+        output = self._run_base(inputs.chunk(0, tokens), chunks, [(0, tokens)])
         output_class, hidden = type(output), TokenSlices(output.last_hidden_state, dim=1)
         # Of all chunks of the first layer with a router, then of the next layer, and so on.
         router_logits = output.get("router_logits")
@@ -403,10 +404,12 @@ class ChunkRunner:
 
         `inputs` are what `ChunkInputs.chunk` returns for `run_tokens`.
         """
-        return self._run_base(inputs, range(chunk, chunk + 1), self.plan.bounds[chunk][1])
+        return self._run_base(inputs, range(chunk, chunk + 1), [self.plan.bounds[chunk]])
 
-    def _run_base(self, inputs: dict[str, Any], chunks: range, end: int) -> Any:
-        """Run the base model once over the tokens of `chunks`, the last of which ends at `end`."""
+    def _run_base(
+        self, inputs: dict[str, Any], chunks: range, places: Sequence[tuple[int, int]]
+    ) -> Any:
+        """Run the base model once over `chunks`, with tokens `[start, end)` of each place."""
         self._chunks = chunks
         self._chunk = chunks.start
         for module in (*self.parts.layers, self.parts.final_norm()):
@@ -415,7 +418,6 @@ class ChunkRunner:
         # All layers of a chunk share a slab; of a single chunk each has its own, which is freed as
         # soon as its backward has run.
         self._arena = CpuChunkArena(len(self._layers) if self.plan.num_chunks > 1 else 1)
-        start = self.plan.bounds[chunks.start][0]
         if getattr(self.parts.text_config, "attn_temperature_tuning", False):
             prefix = PrefixLength(self.rank_tokens(chunks.start)[0])
             inputs = {**inputs, self.parts.cache_argument(): prefix}
@@ -434,7 +436,7 @@ class ChunkRunner:
         )
         with chunked_attention(context), self.around_layers(), noise:
             try:
-                inputs = self._with_cache(inputs, start, end)
+                inputs = self._with_cache(inputs, places)
                 output = self._root(**inputs, return_dict=True)
             finally:
                 # Torch calls a layer's hooks after exceptions, but not after KeyboardInterrupt.
@@ -444,26 +446,28 @@ class ChunkRunner:
             return_free_heap()  # the head's logits come next
         return output
 
-    def _with_cache(self, inputs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+    def _with_cache(
+        self, inputs: dict[str, Any], places: Sequence[tuple[int, int]]
+    ) -> dict[str, Any]:
         """Return the base model's arguments, with the cache of states where it has any."""
         if self._cache is None:
             return {**inputs, "use_cache": False}
         if self.root is None and "position_ids" not in self.parts.base_arguments():
             inputs.pop("position_ids")
-        inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"], start, end)
+        inputs["attention_mask"] = self._padding_mask(inputs["attention_mask"], places)
         return {**inputs, self.parts.cache_argument(): self._cache, "use_cache": True}
 
-    def _padding_mask(self, ones_BC: Tensor, start: int, end: int) -> Tensor:
-        """Return the mask of real tokens in `[start, end)`, by which mixers zero padding.
+    def _padding_mask(self, ones_BC: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the mask of real tokens at `places`, by which mixers zero padding.
 
         On the host where it is all ones: models ask for that, which would wait for the device.
         `self.rows` names padding only where its own outputs count.
         """
         mask_BC = torch.ones(ones_BC.shape, dtype=torch.bool, device="cpu")
         for row, spans in enumerate(self.rows or ()):
-            mask_BC[row, max(0, spans.valid_tokens - start) :] = False
-        padded = self.rows is not None and any(row.valid_tokens < end for row in self.rows)
-        return mask_BC.to(ones_BC.device) if padded else mask_BC
+            tokens_C = torch.cat([torch.arange(*place) for place in places])
+            mask_BC[row] = tokens_C < spans.valid_tokens
+        return mask_BC if mask_BC.all() else mask_BC.to(ones_BC.device)
 
     def state_ends(self, chunk: int) -> list[StateEnd]:
         """Return where the backward of `chunk` starts besides its output; without links only."""
@@ -527,14 +531,15 @@ class ChunkRunner:
             self.weights.enter_layer(index)
         where = f"layer {index} ({type(layer).__name__})"
         self._recomputed_chunks = {}
-        if len(self._chunks) > 1:
+        if self._examples is not None:
             if layer._backward_hooks:
                 raise CannotRunByLayer(
                     f"{where} has backward hooks, which would see one chunk of all"
                 )
-            modes = {self.plan.mode(index - self._layers.start, c) for c in self._chunks}
-            on_device = all(mode.recompute and mode.tier == "device" for mode in modes)
-            self._arena = CpuChunkArena(len(self._chunks), keep_whole_inputs=on_device)
+            if len(self._chunks) > 1:
+                modes = {self.plan.mode(index - self._layers.start, c) for c in self._chunks}
+                on_device = all(mode.recompute and mode.tier == "device" for mode in modes)
+                self._arena = CpuChunkArena(len(self._chunks), keep_whole_inputs=on_device)
             self._call = SlicedCall(
                 args,
                 kwargs,
@@ -807,13 +812,13 @@ class ChunkRunner:
         Only its input is saved. Norms of 16-bit models compute in float32 and save what they
         compute on: 2 GiB for Llama-3.1-8B at 128K tokens, and 1 GiB more where their weights train.
         """
-        bounds, example = self._bounds_of_call(self._chunks), self._examples.get(NORM)
+        bounds = self._bounds_of_call(self._chunks)
+        example = None if self._examples is None else self._examples[NORM]
         if len(bounds) == 1:
             bounds = self._tiles.bounds(args, kwargs)
             if len(bounds) > 1:  # called with [B, T, D] alone
-                example = ((args[0][:, :EXAMPLE_TOKENS],), {})
-        if len(bounds) > 1:
-            assert example is not None, "a call that is cut has an example"
+                example = ((args[0][:, : example_tokens(args[0].shape[1])],), {})
+        if example is not None:
             self._call = SlicedCall(
                 args, kwargs, bounds=bounds, example=example, where="the final norm"
             )

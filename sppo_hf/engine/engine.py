@@ -43,7 +43,7 @@ from sppo_hf.engine.encoded_inputs import (
     encoders,
 )
 from sppo_hf.engine.family_guard import check_router_loss
-from sppo_hf.engine.foreign_code import check_foreign_code, check_rotary_hooks
+from sppo_hf.engine.foreign_code import check_foreign_code, check_rotary_hooks, check_spectral_norm
 from sppo_hf.engine.forward_calls import BatchLayout, ForwardCall, read_call
 from sppo_hf.engine.layer_kernels import (
     free_inputs_of_8_bit_layers,
@@ -182,6 +182,7 @@ class Engine:
 
     def _check_new_modules(self, modules: Sequence[torch.nn.Module]) -> None:
         """Check code of the user's own, if modules were added or replaced since it was checked."""
+        check_spectral_norm(self.parts, modules)
         known = self._checked_modules
         if len(known) == len(modules) and all(
             ref() is module for ref, module in zip(known, modules, strict=True)

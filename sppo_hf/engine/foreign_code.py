@@ -35,7 +35,7 @@ import random
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -182,22 +183,38 @@ def foreign_head_module(parts: ModelParts) -> str:
 
 def _check_weights_of_calls(parts: ModelParts) -> None:
     """Refuse modules that compute other weights at every call, so that every chunk has its own."""
-    for module in all_modules(parts.causal_lm):
-        reason = ""
-        if "SpectralNorm" in (type(hook).__name__ for hook in module._forward_pre_hooks.values()):
-            reason = "has torch's spectral_norm, whose estimate changes"
+    modules = all_modules(parts.causal_lm)
+    check_spectral_norm(parts, modules)
+    for module in modules:
         lists: dict[str, nn.Module] = dict(getattr(module, "parametrizations", {}))
         for name, weights in lists.items():
             if not _is_absent(weights) and _changes_by_itself(weights):
                 kinds = ", ".join(type(one).__name__ for one in weights.children())
                 reason = f"has a parametrization of its {name} ({kinds}) that gives another one"
-        if reason:
-            raise UnsupportedModelError(
-                f"{parts.name} cannot be trained chunk by chunk: {_label(parts, module)} {reason} "
-                "at every call in training, so every chunk would have weights of its own. Allowed: "
-                "weights that depend on parameters alone. Remedy: remove it, or train without "
-                "sppo_hf."
-            )
+                raise _other_weights(parts, module, reason)
+
+
+def check_spectral_norm(parts: ModelParts, modules: Iterable[nn.Module]) -> None:
+    """Refuse torch's older `spectral_norm` in any of `modules`, before every step.
+
+    It is a hook, which may come at any time; parametrizations come with modules.
+
+    Raises:
+        UnsupportedModelError: Names the module and a remedy.
+    """
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                reason = "has torch's spectral_norm, whose estimate changes"
+                raise _other_weights(parts, module, reason)
+
+
+def _other_weights(parts: ModelParts, module: nn.Module, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{parts.name} cannot be trained chunk by chunk: {_label(parts, module)} {reason} at every "
+        "call in training, so every chunk would have weights of its own. Allowed: weights that "
+        "depend on parameters alone. Remedy: remove it, or train without sppo_hf."
+    )
 
 
 def _changes_by_itself(weights: nn.Module) -> bool:

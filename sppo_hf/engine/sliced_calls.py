@@ -12,10 +12,11 @@ recomputed, each tile has its own saved activations (`recompute.RecomputedTile`)
 layer is rerun without these modules, and then each module is rerun one tile at a time.
 
 [Note: which dims are the tokens] The size of a dim is not enough, as a width or a number of heads
-may happen to equal the number of tokens. So the model's own code is run on two tokens, with
-layers that only return their input: a dim that is two there and T in the real call is the
-tokens. A layer must return hidden states in the form of its input, alone or as the only element of
-a tuple. Other outputs cannot be joined, and such a model runs chunk by chunk.
+may happen to equal the number of tokens. So the model's own code is run on two tokens (three where
+T is two), with layers that only return their input: a dim that is two there and T in the real call
+is the tokens. A layer must return hidden states in the form of its input, alone or as the only
+element of a tuple. Other outputs cannot be joined, and such a model runs chunk by chunk. One of the
+tokens is padding if any is, as models may leave a mask of ones out.
 
 [Note: hidden states between layers] A layer has one buffer `[B, T, D]` for its input and one for
 its output. A chunk's output is copied into the buffer as soon as it is computed; a gradient is read
@@ -70,8 +71,10 @@ from sppo_hf.planning.chunk_bounds import Bounds
 # B batch rows, C tokens of a chunk, T tokens of the sequence, M = B * T tokens of all rows, D model
 # width.
 
-EXAMPLE_TOKENS = 2
-"""Tokens of the call that shows which dims are the tokens; 1 if the real call has 2."""
+
+def example_tokens(tokens: int) -> int:
+    """Tokens of the call that shows which dims are the `tokens` of the real call."""
+    return 3 if tokens == 2 else 2
 
 
 class CannotRunByLayer(Exception):
@@ -222,7 +225,8 @@ class SlicedCall:
         """Prepare to cut a call into the chunks of `bounds`, in tokens.
 
         `first_tokens` are the places of the chunks' first tokens in the sequence, if they differ
-        from `bounds`, and `example` is a call of the module for `EXAMPLE_TOKENS` tokens.
+        from `bounds`, and `example` is a call of the module for `example_tokens` tokens. A call of
+        one chunk is only checked, as if it were cut.
 
         Raises:
             CannotRunByLayer: It is unclear which dims of the arguments are the tokens.
@@ -231,7 +235,8 @@ class SlicedCall:
         self._where = where
         leaves, self._spec = tree_flatten((args, kwargs))
         examples, known_spec = tree_flatten(example)
-        if self._spec != known_spec:
+        kinds, known_kinds = ([isinstance(x, Tensor) for x in xs] for xs in (leaves, examples))
+        if (self._spec, kinds) != (known_spec, known_kinds):
             raise CannotRunByLayer(f"{where} is called with other arguments for fewer tokens")
         tokens = bounds[-1][1]
         hidden = args[0] if args else kwargs.get("hidden_states")
@@ -245,6 +250,9 @@ class SlicedCall:
         dim = next((d for x, d in zip(leaves, dims, strict=True) if x is hidden), None)
         if dim is None:
             raise CannotRunByLayer(f"{where} is given hidden states without a dim of tokens")
+        self._is_cut = len(bounds) > 1
+        if not self._is_cut:
+            dims = [None] * len(dims)
         self._cuts = [_cut(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
         self._first_tokens = first_tokens or [start for start, _ in bounds]
         self._join = TokenJoin(dim, tokens, len(bounds))
@@ -277,10 +285,13 @@ class SlicedCall:
                 f"{self._where} returns hidden states of another shape than it gets"
             )
         self._others = tuple(others) if isinstance(output, tuple) else None
-        self._join.put(hidden, *self.bounds[index])
+        if self._is_cut:
+            self._join.put(hidden, *self.bounds[index])
 
     def joined(self) -> Any:
-        """Return the module's output over all tokens."""
+        """Return the module's output over all tokens; None where one chunk has given it."""
+        if not self._is_cut:
+            return None
         hidden = self._join.close()
         return hidden if self._others is None else (hidden, *self._others)
 
@@ -300,14 +311,18 @@ def _token_dim(leaf: Any, example: Any, tokens: int) -> int | None:
     See [Note: which dims are the tokens].
     """
     if not isinstance(leaf, Tensor):
-        return _UNCLEAR if isinstance(example, Tensor) else None
-    if not isinstance(example, Tensor) or example.ndim != leaf.ndim:
+        return None
+    if example.ndim != leaf.ndim:
         return _UNCLEAR
     changed = [dim for dim in range(leaf.ndim) if example.shape[dim] != leaf.shape[dim]]
     if not changed:
         return None
     dim = changed[0]
-    clear = len(changed) == 1 and example.shape[dim] <= EXAMPLE_TOKENS and leaf.shape[dim] == tokens
+    clear = (
+        len(changed) == 1
+        and example.shape[dim] == example_tokens(tokens)
+        and leaf.shape[dim] == tokens
+    )
     return dim if clear else _UNCLEAR
 
 
@@ -428,7 +443,7 @@ _SPLIT_TOKENS = 5
 """Tokens in the first of the two parts of a probe."""
 
 _MIN_TILE_TOKENS = 4
-"""Minimum tokens of a tile of each row; more than `EXAMPLE_TOKENS`."""
+"""Minimum tokens of a tile of each row; more than `example_tokens`."""
 
 _DOES_NOT_TAKE_TOKENS = (
     *(TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError),

@@ -23,7 +23,7 @@ import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,7 +176,7 @@ class StagedModel:
         Raises:
             ConfigError: The stages do not cover the model's layers.
             UnsupportedModelError: The model has other modules around its layers than embeddings
-                before and a norm after.
+                before and a norm after, or stages share weights that train.
         """
         check_cut(parts, cut)
         self.parts = parts
@@ -186,6 +186,11 @@ class StagedModel:
         """Names of parameters that both the first and the last stage hold."""
         self.all_names = tuple(name for name, _ in parts.causal_lm.named_parameters())
         """Names of the whole model's parameters, in its order."""
+        shared = shared_by_layers(parts, cut.layers)
+        refuse_trained(parts, shared)
+        here = {p for index in cut.own_layers for p in parts.layers[index].parameters()}
+        self._shared = {p: layers for p, layers in shared.items() if p in here}
+        """Frozen parameters of this rank's layers that those of other stages share."""
         self.borrows_stages = borrows_stages
         """Whether units of other stages may run here."""
         whole = tuple(parts.layers)
@@ -211,6 +216,26 @@ class StagedModel:
         parts.causal_lm.__dict__[_ATTRIBUTE] = self
         self._ties = dict(getattr(parts.causal_lm, "all_tied_weights_keys", None) or {})
         _forget_absent_ties(parts.causal_lm)
+
+    def check_unshared(self) -> None:
+        """Refuse shared parameters that were frozen at the cut and train now, before every step.
+
+        Raises:
+            UnsupportedModelError: Names such a parameter.
+        """
+        refuse_trained(self.parts, self._shared)
+
+    def note_adapters(self) -> None:
+        """Look for weights that layers share by adapters, which were added since the cut.
+
+        They may share them with layers of other ranks, so each layer is a stage here.
+
+        Raises:
+            UnsupportedModelError: Names such a parameter that trains.
+        """
+        layers = (range(index, index + 1) for index in sorted(self.cut.own_layers))
+        self._shared |= shared_by_layers(self.parts, layers)
+        self.check_unshared()
 
     @contextlib.contextmanager
     def running(self, stage: int) -> Iterator[None]:
@@ -307,7 +332,7 @@ def check_cut(parts: ModelParts, cut: StageCut) -> None:
 
     Raises:
         ConfigError: The stages do not cover the layers in order, or one is empty.
-        UnsupportedModelError: See `StagedModel`, or stages share weights that train.
+        UnsupportedModelError: See `StagedModel`.
     """
     covered = [layer for layers in cut.layers for layer in layers]
     if covered != list(range(len(parts.layers))) or not all(len(r) for r in cut.layers):
@@ -317,32 +342,37 @@ def check_cut(parts: ModelParts, cut: StageCut) -> None:
             "and none empty. Remedy: at most as many stages (pp_size x pp_virtual_stages) as "
             "layers."
         )
-    check_unshared(parts, cut.layers)
     _find_ends(parts)
 
 
-def check_unshared(parts: ModelParts, groups: Iterable[range]) -> None:
-    """Refuse trained parameters that layers of several groups share.
+def shared_by_layers(
+    parts: ModelParts, groups: Iterable[range]
+) -> dict[nn.Parameter, tuple[int, int]]:
+    """Return the parameters that layers of several groups share, each with two such layers."""
+    first: dict[nn.Parameter, int] = {}
+    shared: dict[nn.Parameter, tuple[int, int]] = {}
+    for group in groups:
+        found = [(index, p) for index in group for p in parts.layers[index].parameters()]
+        shared |= {p: (first[p], index) for index, p in reversed(found) if p in first}
+        first |= {p: index for index, p in reversed(found)}
+    return shared
 
-    Of a model that is cut already, in which adapters may share weights with those of other ranks,
-    each layer is a group.
+
+def refuse_trained(parts: ModelParts, shared: Mapping[nn.Parameter, tuple[int, int]]) -> None:
+    """Refuse parameters that layers of several stages share, if any of them trains.
 
     Raises:
         UnsupportedModelError: Names such a parameter.
     """
-    first: dict[int, int] = {}
-    for group in groups:
-        found = [(index, p) for index in group for p in parts.layers[index].parameters()]
-        for index, parameter in found:
-            if parameter.requires_grad and id(parameter) in first:
-                names = {id(p): name for name, p in parts.causal_lm.named_parameters()}
-                raise UnsupportedModelError(
-                    f"{parts.name} cannot be cut into stages: layers {first[id(parameter)]} and "
-                    f"{index} share {names[id(parameter)]}, which trains, and every stage would "
-                    "train one of its own. Allowed: trained weights of one layer each, such as "
-                    "LoRA's. Remedy: freeze it, use such an adapter, or train with pp_size=1."
-                )
-        first |= {id(parameter): index for index, parameter in reversed(found)}
+    for parameter, (first, second) in shared.items():
+        if parameter.requires_grad:
+            names = {id(p): name for name, p in parts.causal_lm.named_parameters()}
+            raise UnsupportedModelError(
+                f"{parts.name} cannot be trained in stages: layers {first} and {second} share "
+                f"{names[id(parameter)]}, which trains, and every stage would train one of its "
+                "own. Allowed: trained weights of one layer each, such as LoRA's. Remedy: freeze "
+                "it, use such an adapter, or train with pp_size=1."
+            )
 
 
 def shared_parameter_names(parts: ModelParts) -> frozenset[str]:

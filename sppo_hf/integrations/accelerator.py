@@ -90,8 +90,7 @@ class SPPOAccelerator(Accelerator):
 
     @property
     def _mesh(self) -> PipelineMesh:
-        config = self.sppo_plugin.config
-        return shared_mesh(config.pp_size, self.device, config.pp_timeout_seconds, config.sp_size)
+        return shared_mesh(self.sppo_plugin.config, self.device)
 
     # -- models and optimizers ---------------------------------------------------------------
 

@@ -39,8 +39,7 @@ from sppo_hf.integrations.validation import (
     check_shared_launch,
     sp_size_from_environment,
 )
-from sppo_hf.pipeline.convert import launch_watchdog, load_model_stages
-from sppo_hf.pipeline.mesh import check_nodes, check_world
+from sppo_hf.pipeline.convert import join_launch, load_model_stages
 from sppo_hf.pipeline.watchdog import watch_launch_when_joined
 from sppo_hf.planning.machine import set_max_connections
 from sppo_hf.registry import import_entry_points
@@ -306,7 +305,8 @@ class SPPOPlugin(ParallelismConfig):
         check_accelerator(accelerator)
         check_host_placement(accelerator, self.config)
         if self.config.sharing_ranks > 1:
-            self._check_shared_launch(accelerator)
+            check_shared_launch(accelerator, self.config)
+            join_launch(self.config)
         if self.config.pp_size > 1:
             self._set_pipeline_sizes(accelerator)
             self._attach(accelerator)
@@ -321,14 +321,6 @@ class SPPOPlugin(ParallelismConfig):
         super()._validate_accelerator(accelerator)
         self._set_size("tp", self.config.sp_size)
         self._attach(accelerator)
-
-    def _check_shared_launch(self, accelerator: Accelerator) -> None:
-        """Refuse launches that do not fit `pp_size` and `sp_size`; start the watchdog."""
-        config = self.config
-        check_shared_launch(accelerator, config)
-        check_world(config.pp_size, accelerator.num_processes, config.sp_size)
-        check_nodes(config)
-        launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size)
 
     def _set_pipeline_sizes(self, accelerator: Accelerator) -> None:
         """Tell Accelerate and the Trainer how many ranks share a batch, and how many replicate.

@@ -302,7 +302,7 @@ def refuse_other_files(path: Path) -> None:
 # -- JSON ---------------------------------------------------------------------------
 
 
-def write_json(value: Any, path: Path) -> Digest:
+def write_json(value: Any, path: Path) -> None:
     """Write a JSON file atomically: a reader finds the former one or this one.
 
     Raises:
@@ -316,9 +316,6 @@ def write_json(value: Any, path: Path) -> Digest:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    hasher = Hasher()
-    hasher.update(memoryview(text))
-    return hasher.digest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

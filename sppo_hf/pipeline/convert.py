@@ -42,7 +42,6 @@ from sppo_hf.engine.stages import (
     StageCut,
     StagedModel,
     absent_prefixes,
-    check_unshared,
     staged_model_of,
 )
 from sppo_hf.engine.step_observer import StepObserver
@@ -54,7 +53,6 @@ from sppo_hf.pipeline.mesh import (
     check_nodes,
     check_world,
     make_mesh,
-    names_of_sizes,
     with_unit_groups,
 )
 from sppo_hf.pipeline.multiplex import check_shareable_units
@@ -307,39 +305,33 @@ BALANCE_TOKENS = 32_768
 """Sequence length to balance stages for; the longer, the smaller the head's share of FLOPs."""
 
 
-def shared_mesh(
-    pp_size: int, device: torch.device, timeout_seconds: int, sp_size: int = 1
-) -> PipelineMesh:
+def shared_mesh(config: SPPOConfig, device: torch.device) -> PipelineMesh:
     """Return the mesh of this process, formed once for a launch, not for each model.
 
     Raises:
-        ConfigError: There is no launch, or its size is no multiple of `pp_size * sp_size`.
+        ConfigError: See `join_launch`.
     """
+    sizes = config.pp_size, config.sp_size, config.pp_timeout_seconds
     # The cache is by the launch's group, which a process may destroy and form again.
-    watchdog = launch_watchdog(pp_size, timeout_seconds, sp_size)
-    with watchdog.collective_section("forming groups of ranks"):
-        return _mesh(pp_size, sp_size, device, timeout_seconds, dist.group.WORLD)
+    with join_launch(config).collective_section("forming groups of ranks"):
+        return _mesh(*sizes, device, dist.group.WORLD)
 
 
-def launch_watchdog(pp_size: int, timeout_seconds: int, sp_size: int = 1) -> Watchdog:
+def join_launch(config: SPPOConfig) -> Watchdog:
     """Return the watchdog of this process, started if it is not running.
 
     Raises:
-        ConfigError: There is no launch.
+        ConfigError: There is no launch, its size is no multiple of `pp_size * sp_size`, or ranks of
+            one sequence are on several machines.
     """
-    if not dist.is_initialized():
-        name, size = names_of_sizes(pp_size, sp_size), pp_size * sp_size
-        raise ConfigError(
-            f"{name}={size} needs {size} processes, and this is a single one. Allowed: a "
-            f"launch of {name} processes or a multiple. Remedy: accelerate launch "
-            f"--num_processes {size} script.py (or torchrun --nproc_per_node {size})."
-        )
-    return watch_launch(timeout_seconds)
+    check_world(config, dist.get_world_size() if dist.is_initialized() else 1)
+    check_nodes(config)
+    return watch_launch(config.pp_timeout_seconds)
 
 
 @functools.cache
 def _mesh(
-    pp_size: int, sp_size: int, device: torch.device, timeout_seconds: int, _: Any
+    pp_size: int, sp_size: int, timeout_seconds: int, device: torch.device, _: Any
 ) -> PipelineMesh:
     seconds = timeout_seconds + GROUP_MARGIN_SECONDS
     return make_mesh(pp_size, device, timeout_seconds=seconds, sp_size=sp_size)
@@ -411,11 +403,9 @@ def convert_over_ranks(
     device = next(parts.causal_lm.parameters()).device if device is None else device
     if config.sp_size > 1:
         check_shareable_sequences(parts, config.sp_size)
-        check_nodes(config)
     if config.pp_msp == "on":
         check_shareable_units(parts, model_shape(parts).layers, config.pp_size)
-    mesh = shared_mesh(config.pp_size, device, config.pp_timeout_seconds, config.sp_size)
-    watchdog = launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size)
+    mesh, watchdog = shared_mesh(config, device), join_launch(config)
     if config.pp_size == 1:
         make_engine = functools.partial(SequenceParallelEngine, mesh=mesh, watchdog=watchdog)
         return convert(model, config, observer=observer, make_engine=make_engine)
@@ -477,7 +467,7 @@ def staged_model(
             "that was loaded by the same rank with the same settings. Remedy: load it again with "
             "the settings that it is to run with."
         )
-    check_unshared(parts, (range(i, i + 1) for i in sorted(staged.cut.own_layers)))
+    staged.note_adapters()
     return staged
 
 
@@ -493,9 +483,7 @@ def load_model_stages(
             does not fit.
         UnsupportedModelError: The model cannot be cut.
     """
-    launch_watchdog(config.pp_size, config.pp_timeout_seconds, config.sp_size)
-    check_world(config.pp_size, dist.get_world_size(), config.sp_size)
-    check_nodes(config)
+    join_launch(config)
     if config.pp_msp == "on":  # ranks run units of all stages
         return model_class.from_pretrained(name_or_path, **kwargs)
     pp_rank = dist.get_rank() // config.sp_size % config.pp_size

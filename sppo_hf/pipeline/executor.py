@@ -36,7 +36,6 @@ from sppo_hf.schedule.actions import (
 )
 from sppo_hf.schedule.measured_timeline import ActionRecord
 from sppo_hf.schedule.messages import SENDS
-from sppo_hf.schedule.schedule import Schedule
 
 
 class Transport:
@@ -109,9 +108,6 @@ class UnitMarks(NamedTuple):
 class Executor:
     """Runs the actions of one rank for one step."""
 
-    schedule: Schedule
-    """Lowered: with sends and receives, and with the copies of this rank."""
-    rank: int
     runner: StageRunner
     tensors: UnitTensors
     _: KW_ONLY
@@ -123,6 +119,7 @@ class Executor:
     """Called before each action, with its description."""
 
     def __post_init__(self) -> None:
+        self._schedule, self._rank = self.tensors.schedule, self.tensors.rank
         self._ready_seconds = 0.0
         """Time (`time.perf_counter()`) at which the running action had its inputs."""
         self._ready = Mark(self.scale.device)
@@ -150,7 +147,7 @@ class Executor:
                 `on_action` was told which one it is.
         """
         records: list[ActionRecord] = []
-        for step, action in enumerate(self.schedule.ranks[self.rank]):
+        for step, action in enumerate(self._schedule.ranks[self._rank]):
             start = self._ready_seconds = time.perf_counter()
             is_compute = action.kind in COMPUTE_KINDS
             if is_compute:
@@ -169,13 +166,13 @@ class Executor:
         self.tensors.transport.finish()
         if not self.tensors.is_finished or not self.runner.is_finished:
             raise PipelineError(
-                f"rank {self.rank} of the pipeline has work left after its last action. The "
+                f"rank {self._rank} of the pipeline has work left after its last action. The "
                 "schedule is wrong."
             )
         return records
 
     def _place(self, action: Action) -> tuple[int, int, int]:
-        return action.stage, self.schedule.micro_batch(action), self.schedule.chunk(action)
+        return action.stage, self._schedule.micro_batch(action), self._schedule.chunk(action)
 
     # -- units -------------------------------------------------------------------------------
 
@@ -190,7 +187,7 @@ class Executor:
         self.tensors.finish_unit(action, output)
 
     def _backward(self, action: Action) -> None:
-        grad = self._wait_for_input(action, first_stage=self.schedule.num_stages - 1)
+        grad = self._wait_for_input(action, first_stage=self._schedule.num_stages - 1)
         input_grad = self.runner.backward(*self._place(action), grad, scale=self.scale)
         self.tensors.finish_unit(action, input_grad)
 
@@ -213,6 +210,6 @@ class Executor:
         elif action.kind in ("K", "L"):
             backward = kv_copy_pass(action) == (1 if action.kind == "K" else 2)
             runner = self.runner.chunk_runner(*place)
-            runner.begin_stream(self.schedule.chunk(action), backward=backward)
+            runner.begin_stream(self._schedule.chunk(action), backward=backward)
         else:
             self.runner.end_stream(*place)

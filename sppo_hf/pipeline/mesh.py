@@ -130,22 +130,17 @@ class PipelineMesh:
         return (self.dp_rank * self.pp_size + pp_rank) * self.sp_size + self.sp_rank
 
 
-def names_of_sizes(pp_size: int, sp_size: int) -> str:
-    """Name the settings whose product is the number of ranks that share a batch."""
-    sizes = {"pp_size": pp_size, "sp_size": sp_size}
-    return " x ".join(name for name, size in sizes.items() if size > 1)
-
-
-def check_world(pp_size: int, world_size: int, sp_size: int = 1) -> None:
+def check_world(config: SPPOConfig, world_size: int) -> None:
     """Refuse a number of processes that is no multiple of the ranks that share a batch.
 
     Raises:
         ConfigError: Naming both numbers.
     """
-    size = pp_size * sp_size
+    sizes = {"pp_size": config.pp_size, "sp_size": config.sp_size}
+    size = config.sharing_ranks
     if world_size % size:
-        names = names_of_sizes(pp_size, sp_size)
-        what = "share one sequence" if pp_size == 1 else "make one pipeline"
+        names = " x ".join(name for name, number in sizes.items() if number > 1)
+        what = "share one sequence" if config.pp_size == 1 else "make one pipeline"
         fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
             f"{names}={size}, but {world_size} process{'es were' if world_size > 1 else ' was'} "
@@ -222,14 +217,11 @@ def make_mesh(
     which rank does not answer.
 
     Raises:
-        ConfigError: The number of processes is no multiple of `pp_size * sp_size`, or launches of
-            kernels block.
+        ConfigError: Launches of kernels block.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    check_world(pp_size, world, sp_size)
     if device.type == "cuda" and pp_size > 1:
         _check_launches()
-    dp_size = world // (pp_size * sp_size)
+    dp_size = dist.get_world_size() // (pp_size * sp_size)
     shape, timeout = (dp_size, pp_size, sp_size), timedelta(seconds=timeout_seconds)
     # No groups of one rank: each gloo group has threads that wake a hundred times a second.
     sizes = {name: size for name, size in zip(DIMS, shape, strict=True) if size > 1}

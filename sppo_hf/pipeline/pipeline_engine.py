@@ -233,6 +233,7 @@ class PipelineEngine(Engine):
         try:
             if torch.is_grad_enabled():
                 check_trainable(self.parts)
+                self.staged.check_unshared()
             check_layers(self.staged.parts_here)
             check_router_loss(self.parts, call.router_loss)
             check_adapters(self.parts)
@@ -647,8 +648,6 @@ class PipelineEngine(Engine):
                 self.observer.on_unit(direction, action.unit, schedule.num_units)
 
         executor = Executor(
-            schedule,
-            self.mesh.pp_rank,
             runner,
             self._make_unit_tensors(prepared, runner),
             scale=scale,

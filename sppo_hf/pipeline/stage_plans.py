@@ -137,10 +137,9 @@ class _MeasuredBatch:
     schedule: Schedule
     units: list[UnitMarks]
     stats: OffloadStats
-    own_stages: tuple[int, ...]
 
-    def measured(self, stage: int) -> MeasuredStep:
-        """Return average seconds and bytes of one micro-batch on a stage.
+    def measured(self, stage: int, *, own_stages: int) -> MeasuredStep:
+        """Return average seconds and bytes of one micro-batch on a stage of this rank's.
 
         Call this after the device has finished the last unit. For a unit that several ranks share,
         this rank measures its own share, exchanges included, and scales it to the whole unit. Bytes
@@ -153,7 +152,7 @@ class _MeasuredBatch:
                 seconds = forward if action.kind == "F" else backward
                 whole = begin.seconds_until(end) / float(self.schedule.share(action))
                 seconds[action.unit % chunks] += whole / count
-        share = count * len(self.own_stages)
+        share = count * own_stages
         return MeasuredStep(
             forward_seconds=tuple(forward),
             backward_seconds=tuple(backward),
@@ -319,9 +318,10 @@ class StagePlanCache:
             )
             engine.observer.on_plan(plans.by_stage[stage], name)
         if corrected is not None:
-            for stage in corrected.own_stages:
+            for stage in cut.own:
                 before, after = corrected.plans.by_stage[stage], plans.by_stage[stage]
-                engine.observer.on_correction(before, after, corrected.measured(stage))
+                measured = corrected.measured(stage, own_stages=len(cut.own))
+                engine.observer.on_correction(before, after, measured)
 
     # -- correction by measured steps ----------------------------------------------------------
 
@@ -335,8 +335,7 @@ class StagePlanCache:
             return
         known.num_steps += 1
         if known.num_steps == STEP_MEASURED:
-            own = self._engine.staged.cut.own
-            self._to_learn_from.append(_MeasuredBatch(plans, schedule, units, stats, own))
+            self._to_learn_from.append(_MeasuredBatch(plans, schedule, units, stats))
 
     def correct(self) -> None:
         """Drop plans whose first steps ran at other speeds than predicted, once for each shape.
@@ -347,13 +346,14 @@ class StagePlanCache:
         if not self._to_learn_from:
             return
         batch, before = self._to_learn_from[0], Correction()
+        own = self._engine.staged.cut.own
 
         def learn_own() -> dict[int, Correction] | None:
             if not batch.units[-1].end.is_reached():
                 return None
             return {
-                stage: learn(plan.prediction, batch.measured(stage), before)
-                for stage in batch.own_stages
+                stage: learn(plan.prediction, batch.measured(stage, own_stages=len(own)), before)
+                for stage in own
                 for plan in [batch.plans.by_stage[stage]]
                 if plan.prediction is not None
             }
@@ -379,7 +379,7 @@ class StagePlanCache:
             stage: max(
                 (x[stage] for x in by_rank if stage in x), key=lambda x: x.forward + x.backward
             )
-            for stage in batch.own_stages
+            for stage in own
             if any(stage in x for x in by_rank)
         }
         known.corrected = batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import warnings
@@ -101,6 +102,13 @@ def test_a_tensor_without_one_dim_of_tokens_is_refused(other: Any, few: Any) -> 
         _cut((hidden, torch.zeros(other)), (hidden[:, :2], torch.zeros(few)))
 
 
+@pytest.mark.parametrize(("mask", "few"), [(None, torch.ones(1, 2)), (torch.ones(1, 8), None)])
+def test_a_tensor_that_is_given_for_some_lengths_alone_is_refused(mask: Any, few: Any) -> None:
+    hidden = torch.randn(1, 8, 4)
+    with pytest.raises(CannotRunByLayer, match="with other arguments for fewer tokens"):
+        _cut((hidden, mask), (hidden[:, :2], few))
+
+
 @pytest.mark.parametrize(
     "returned", [lambda x: (x, x), lambda x: x[:, :1], lambda x: {"hidden": x}]
 )
@@ -131,6 +139,22 @@ def test_a_model_that_cannot_goes_chunk_by_chunk_with_a_warning() -> None:
         report = compare(model, make_batch(tokens=23), _config())
     assert report.exact, str(report)
     assert report.attention_forwards == 3 + 9, "one layer, and then all of them chunk by chunk"
+
+
+def test_layers_that_are_told_of_padding_run_by_layer() -> None:
+    """Of a batch without padding the model gives them no mask."""
+    batch = make_batch(rows=2, tokens=23, padding=[0, 12])
+    del batch["labels"]
+    plain = build_tiny_model("granitemoehybrid")
+    model = convert(copy.deepcopy(plain), _config(chunk_lengths=(9, 14)))
+    with float64_everywhere():
+        for one in (plain, model):
+            one(**batch, use_cache=False).logits.square().mean().backward()
+    engine = get_engine(model)
+    assert engine is not None
+    assert not engine.plans.is_by_chunk
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_a_model_may_read_the_weights_of_its_norm_and_layers() -> None:

@@ -748,6 +748,19 @@ def test_weights_that_the_caller_caches_are_computed_for_every_chunk(recompute: 
 # -- changes after the conversion ------------------------------------------------------------------
 
 
+def test_spectral_norm_after_the_conversion_is_refused() -> None:
+    """It is a hook and adds no module."""
+    model = build_tiny_model("llama").train()
+    batch = make_batch(rows=1, tokens=TOKENS)
+    convert(model, _config())
+    model(**batch).loss.backward()
+    nn.utils.spectral_norm(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj .* spectral_norm"):
+        model(**batch)
+    nn.utils.remove_spectral_norm(model.model.layers[1].mlp.up_proj)
+    model(**batch).loss.backward()
+
+
 def test_modules_put_in_after_the_conversion_are_tried_before_the_next_step() -> None:
     model = build_tiny_model("llama").train()
     batch = make_batch(rows=1, tokens=TOKENS)

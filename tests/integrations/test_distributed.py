@@ -132,6 +132,15 @@ def test_fsdp2_gathers_weights_as_often_on_ranks_with_less_to_do(
 
 
 @needs_fsdp2
+@pytest.mark.parametrize("short", [7, 1])
+def test_fsdp2_ranks_find_alike_that_a_model_cannot_run_by_layer(tmp_path: Path, short: int):
+    """One chunk could: but the other rank cuts its row, and gathers weights for every chunk."""
+    job = {"kind": "fsdp2", "lengths": [24, short], "hooked": True, "rows": 1}
+    ours = run_job({**job, "settings": {"chunk_tokens": 8, "order": "by_layer"}}, 2, tmp_path)
+    assert "different numbers of chunks: 3 on rank 0, 1 on rank 1" in ours["refused"]
+
+
+@needs_fsdp2
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["float32", "uint8"] if ALL else ["float32"])
 def test_fsdp2_with_adapters_on_4_bit_weights(tmp_path: Path, storage):

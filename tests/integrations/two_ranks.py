@@ -157,7 +157,7 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
     With "lengths" the rows of a step have these, and with "pads" all ranks pad theirs alike. With
     "images" the model is of the multimodal "family", and of its rows these have an image each; with
     "wraps" FSDP2 wraps the first classes of its layers alone. With "bad" the last rank alone is
-    given a first batch that it refuses.
+    given a first batch that it refuses; if "hooked", a layer has a backward hook.
     """
     sharding = None
     family = job.get("family", "qwen3_vl")
@@ -179,6 +179,8 @@ def train_with_accelerate(job: dict[str, Any], plugin: SPPOPlugin | None) -> dic
         parallelism_config=plugin,
     )
     model, rows = _model_and_rows(job, family)
+    if job.get("hooked"):
+        model.model.layers[1].register_full_backward_hook(lambda *_: None)
     # Of Adam every operation on a sharded tensor would be looked up, which takes a rank longest.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     shares = 1 if plugin is None else plugin.config.sharing_ranks

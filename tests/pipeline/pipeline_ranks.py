@@ -525,7 +525,7 @@ def run_backward_of_two_losses(pp_size: int) -> str:
 
 def mesh_facts(pp_size: int) -> dict[str, Any]:
     """Return this rank's coordinates and groups in the mesh."""
-    mesh = shared_mesh(pp_size, torch.device("cpu"), 600)
+    mesh = shared_mesh(SPPOConfig(pp_size=pp_size), torch.device("cpu"))
 
     def ranks(group: Any) -> list[int] | None:
         return None if group is None else dist.get_process_group_ranks(group)

@@ -203,10 +203,9 @@ def test_errors_of_a_network_are_not_blamed_on_the_disk(tmp_path: Path):
         raise RuntimeError("gloo: connection closed by peer")
 
 
-def test_numbers_of_a_json_file_have_their_digest(tmp_path: Path):
-    digest = write_json({"a": [1, {"b": None}]}, tmp_path / "index.json")
+def test_a_json_file_is_written_without_a_trace_beside_it(tmp_path: Path):
+    write_json({"a": [1, {"b": None}]}, tmp_path / "index.json")
     assert json.loads((tmp_path / "index.json").read_text()) == {"a": [1, {"b": None}]}
-    assert digests_of([tmp_path / "index.json"]) == [digest]
     assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
 
 

@@ -123,8 +123,6 @@ def make(
     )
     nothing: Any = None
     executor = Executor(
-        schedule,
-        rank,
         units,  # type: ignore[arg-type]
         UnitTensors(
             prepared,

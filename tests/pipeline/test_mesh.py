@@ -34,7 +34,7 @@ from tests.pipeline.fork_server import fork_server
 
 @pytest.mark.parametrize(("pp_size", "world"), [(1, 1), (2, 2), (2, 8), (4, 4), (3, 9)])
 def test_multiples_are_allowed(pp_size: int, world: int) -> None:
-    check_world(pp_size, world)
+    check_world(SPPOConfig(pp_size=pp_size), world)
 
 
 @pytest.mark.parametrize(
@@ -43,17 +43,17 @@ def test_multiples_are_allowed(pp_size: int, world: int) -> None:
 def test_others_are_refused_with_the_nearest_number(pp_size: int, world: int, remedy: int) -> None:
     was = "process was" if world == 1 else "processes were"
     with pytest.raises(ConfigError) as caught:
-        check_world(pp_size, world)
+        check_world(SPPOConfig(pp_size=pp_size), world)
     said = str(caught.value)
     assert f"pp_size={pp_size}, but {world} {was} started" in said
     assert f"--num_processes {remedy}," in said
     with pytest.raises(ConfigError, match=rf"sp_size={pp_size}, but .*--num_processes {remedy},"):
-        check_world(1, world, pp_size)
+        check_world(SPPOConfig(sp_size=pp_size), world)
 
 
 def test_sizes_that_fit_the_launch_are_named() -> None:
     with pytest.raises(ConfigError, match=r"or sp_size of 1 or 2 or 3 or 6\."):
-        check_world(1, 6, 4)
+        check_world(SPPOConfig(sp_size=4), 6)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, here: int) -> None:
@@ -116,11 +116,11 @@ def test_sequences_within_a_machine_are_not(
 
 
 def test_one_process_without_a_launch_is_told_how_to_start() -> None:
-    with pytest.raises(ConfigError, match=r"pp_size=2 needs 2 processes.*--num_processes 2"):
-        shared_mesh(2, torch.device("cpu"), 600)
-    both = r"pp_size x sp_size=6 needs 6 processes.*--num_processes 6"
+    with pytest.raises(ConfigError, match=r"pp_size=2, but 1 process was .*--num_processes 2"):
+        shared_mesh(SPPOConfig(pp_size=2), torch.device("cpu"))
+    both = r"pp_size x sp_size=6, but 1 process was .*--num_processes 6"
     with pytest.raises(ConfigError, match=both):
-        shared_mesh(2, torch.device("cpu"), 600, 3)
+        shared_mesh(SPPOConfig(pp_size=2, sp_size=3), torch.device("cpu"))
 
 
 def test_ranks_of_a_pipeline_are_neighbours() -> None:

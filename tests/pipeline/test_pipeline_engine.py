@@ -45,9 +45,11 @@ class Watched:
         raise AssertionError(f"went on to run: {what}")
 
 
-def make(num_layers: int = 3, *, lora: bool = False, rank: int = 0, **settings: Any) -> Any:
+def make(
+    num_layers: int = 3, *, of: Any = None, lora: bool = False, rank: int = 0, **settings: Any
+) -> Any:
     config = SPPOConfig(pp_size=2, show_plan=False, **settings)
-    model = build_tiny_model("llama", num_hidden_layers=num_layers)
+    model = build_tiny_model("llama", num_hidden_layers=num_layers) if of is None else of
     model = add_lora(model) if lora else model
     make_engine = functools.partial(
         PipelineEngine,
@@ -104,6 +106,21 @@ def test_other_losses() -> None:
     model.loss_function = lambda *args, **kwargs: None
     with pytest.raises(UnsupportedModelError, match=r"outside the standard one.*pp_size=1"):
         model(**make_batch())
+
+
+def test_weights_that_stages_share_are_refused_when_they_are_unfrozen() -> None:
+    model = build_tiny_model("llama", num_hidden_layers=3)
+    shared = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    model.model.layers[2].mlp.up_proj.weight = shared
+    model = make(of=model)
+    engine = get_engine(model)
+    assert isinstance(engine, PipelineEngine)
+    for trains in (False, True, False):
+        shared.requires_grad_(trains)
+        with pytest.raises(AssertionError, match="went on to run"):
+            model(**make_batch())
+        said = str(engine._model_error or "")
+        assert ("layers 0 and 2 share model.layers.0.mlp.up_proj.weight" in said) is trains
 
 
 def test_untrainable_models_are_refused_only_in_training() -> None:
