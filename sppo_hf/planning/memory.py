@@ -756,6 +756,17 @@ class ByteTables:
         counted = self.training and self.shape.router_loss
         return counted * self.rows * per_token * self.lengths
 
+    @cached_property
+    def index(self) -> Bytes:
+        """Bytes of a layer's index keys, and of choices that later layers get, [kinds, chunks].
+
+        Keys are freed with the layer's last forward, so by layer a forward alone holds one layer's.
+        """
+        layers = self.shape.layers
+        per_token = _by_kind(lambda kind: layers[kind].index_bytes, self.kinds)
+        counted = self.training or not self.points.by_layer
+        return counted * self.rows * per_token * self.lengths
+
     @property
     def until_backward(self) -> dict[Cause, Bytes]:
         """Device bytes of a layer over a chunk from its forward until its backward ends, by cause.
@@ -763,13 +774,7 @@ class ByteTables:
         Beside K/V and saved activations, whose tier is a decision. A cause that is added here is
         counted on one device and in pipelines.
         """
-        layers = self.shape.layers
-        index = _by_kind(lambda kind: layers[kind].index_bytes, self.kinds)
-        return {
-            Cause.ROUTERS: self.routers,
-            Cause.GRAPH: self.graph,
-            Cause.INDEX: self.training * self.rows * index * self.lengths,
-        }
+        return {Cause.ROUTERS: self.routers, Cause.GRAPH: self.graph, Cause.INDEX: self.index}
 
     def embedding_gradient_bytes(self, size: int) -> int:
         """Returns the bytes of the embedding's gradient, `size` an element; 0 if it is frozen."""

@@ -152,9 +152,12 @@ def test_the_plan_counts_keys_and_choices() -> None:
     assert (reader.index_heads, reader.index_bytes, reader.chosen_bytes) == (0, 0, 4 * 8)
 
     observer = _Plans()
-    model = convert(build_tiny_model("deepseek_v32"), SPPOConfig(num_chunks=2), observer=observer)
-    model(**make_batch(rows=2, tokens=TOKENS))
-    assert observer.plan.estimate.most_bytes(Cause.INDEX) == 2 * TOKENS * 3 * 16 * 8
+    settings = SPPOConfig(num_chunks=2, order="by_chunk")
+    model = convert(build_tiny_model("deepseek_v32"), settings, observer=observer)
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            model(**make_batch(rows=2, tokens=TOKENS))
+        assert observer.plan.estimate.most_bytes(Cause.INDEX) == 2 * TOKENS * 3 * 16 * 8
 
 
 class _Plans(StepObserver):
