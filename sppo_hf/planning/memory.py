@@ -653,7 +653,8 @@ class ByteTables:
 
         The former are two tensors of a tile's scores and all index keys in float32, the latter a
         bias with masks of its size. Ranks that share a sequence choose for their own tokens, and
-        gather what was chosen. [chunks]
+        gather what was chosen. By layer its index keys are there, too, until all chunks have
+        chosen. [chunks]
         """
         if not layer.chosen:
             return np.zeros_like(self.ends)
@@ -664,7 +665,8 @@ class ByteTables:
         one_query = self.rows * layer.index_heads * keys * FLOAT32_BYTES
         scores = np.minimum(np.maximum(INDEX_TILE_BYTES, one_query), one_query * self.lengths)
         index_keys = self.rows * keys * layer.index_head_size * FLOAT32_BYTES
-        return bias if backward else np.maximum(bias, 2 * scores + index_keys)
+        held = self.points.by_layer * self.rows * self.lengths.sum() * layer.index_bytes
+        return bias if backward else held + np.maximum(bias, 2 * scores + index_keys)
 
     @property
     def _writes_over_saved(self) -> bool:
@@ -760,12 +762,14 @@ class ByteTables:
     def index(self) -> Bytes:
         """Bytes of a layer's index keys, and of choices that later layers get, [kinds, chunks].
 
-        Keys are freed with the layer's last forward, so by layer a forward alone holds one layer's.
+        By layer keys are freed when the layer has run, and are among its temporaries.
         """
-        layers = self.shape.layers
-        per_token = _by_kind(lambda kind: layers[kind].index_bytes, self.kinds)
-        counted = self.training or not self.points.by_layer
-        return counted * self.rows * per_token * self.lengths
+        layers, by_chunk = self.shape.layers, not self.points.by_layer
+        per_token = _by_kind(
+            lambda kind: by_chunk * layers[kind].index_bytes + layers[kind].passed_on_bytes,
+            self.kinds,
+        )
+        return self.rows * per_token * self.lengths
 
     @property
     def until_backward(self) -> dict[Cause, Bytes]:

@@ -9,6 +9,7 @@ import itertools
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -24,7 +25,8 @@ from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.pipeline.multiplex import check_shareable_units
 from sppo_hf.planning.config_file import check_config
-from sppo_hf.planning.memory import Cause
+from sppo_hf.planning.decisions import Batch
+from sppo_hf.planning.memory import ByteTables, Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_families import INDEXED, MULTIMODAL
@@ -148,16 +150,49 @@ def test_the_plan_counts_keys_and_choices() -> None:
     assert few.input_gradient_flops == without.input_gradient_flops
 
     owner, reader, _ = model_shape(find_parts(build_tiny_model("glm_moe_dsa", **SHARED))).layers
-    assert (owner.index_heads, owner.index_bytes, owner.chosen_bytes) == (16, 16 * 8 + 4 * 8, 4 * 8)
-    assert (reader.index_heads, reader.index_bytes, reader.chosen_bytes) == (0, 0, 4 * 8)
+    assert (owner.index_heads, owner.index_bytes) == (16, 16 * 8)
+    assert (reader.index_heads, reader.index_bytes) == (0, 0)
+    chosen = [(x.chosen_bytes, x.passed_on_bytes) for x in (owner, reader)]
+    assert chosen == [(4 * 8, 4 * 8), (4 * 8, 0)]
 
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("family", "settings", "layer_bytes"),
+    [
+        ("deepseek_v32", {"order": "by_chunk", "num_chunks": 2}, 3 * 16 * 8),
+        # One layer's keys are among its temporaries.
+        ("deepseek_v32", {"order": "by_layer", "num_chunks": 2}, 0),
+        # Choices of two of the three layers, which later ones get.
+        ("glm_moe_dsa", {"order": "by_layer", "num_chunks": 1}, 2 * 4 * 8),
+        ("glm_moe_dsa", {"order": "by_chunk", "num_chunks": 2}, 2 * (16 * 8 + 4 * 8)),
+    ],
+)
+def test_keys_of_all_layers_are_held_by_chunk_and_of_one_by_layer(
+    family: str, settings: Any, layer_bytes: int, training: bool
+) -> None:
     observer = _Plans()
-    settings = SPPOConfig(num_chunks=2, order="by_chunk")
-    model = convert(build_tiny_model("deepseek_v32"), settings, observer=observer)
-    for training in (True, False):
-        with torch.set_grad_enabled(training):
-            model(**make_batch(rows=2, tokens=TOKENS))
-        assert observer.plan.estimate.most_bytes(Cause.INDEX) == 2 * TOKENS * 3 * 16 * 8
+    model = convert(build_tiny_model(family), SPPOConfig(**settings), observer=observer)
+    with torch.set_grad_enabled(training):
+        model(**make_batch(rows=2, tokens=TOKENS))
+    assert observer.plan.estimate.most_bytes(Cause.INDEX) == 2 * TOKENS * layer_bytes
+
+
+@pytest.mark.parametrize(("order", "keys"), [("by_layer", TOKENS), ("by_chunk", 0)])
+def test_keys_of_a_layer_that_runs_by_layer_are_among_its_temporaries(
+    order: Any, keys: int
+) -> None:
+    shape = model_shape(find_parts(_model("deepseek_v32")))
+    batch = Batch(batch_rows=2, training=True, tile_tokens=TOKENS)
+    decisions = batch.decisions(((0, 9), (9, TOKENS)), len(shape.layers), order)
+    layers = tuple(dataclasses.replace(x, index_bytes=x.index_bytes + 10**6) for x in shape.layers)
+    less, more = (
+        ByteTables(x, decisions, "cpu").workspace_forward
+        for x in (shape, dataclasses.replace(shape, layers=layers))
+    )
+    # From the first chunk on keys of all tokens; token-wise modules may need more than `less` has.
+    assert np.all(more - less <= 2 * keys * 10**6)
+    assert np.all(more - less >= 2 * keys * 10**6 - less)
 
 
 class _Plans(StepObserver):
