@@ -611,13 +611,14 @@ class ByteTables:
         prefix of K/V (and dK/dV of one call) once more. CUDA's flash kernels (FlashAttention 2's
         and cuDNN's) write dK/dV for every query head before they sum those that share a key head,
         and sum dQ in float32, as attention to several blocks of keys does. A CPU's may be given K/V
-        of a call with repeated heads, and gives back as many gradients.
+        of a call with repeated heads, and gives back as many gradients. Where an indexer chooses,
+        there is a call for every few queries, with dK/dV of all keys that are summed in float32.
         """
         copies = 4 if backward else 2
         on_cuda = self.device_kind == "cuda"
         nothing = np.zeros_like(self.ends)
         prefix = nothing if self.streams else np.where(self.starts > 0, self.ends, 0)
-        keys_of_a_call = self.block_tokens if self.streams else self.ends
+        keys_of_a_call = all_keys = self.block_tokens if self.streams else self.ends
         if on_cuda and backward and not self.streams:
             # Of the chunk's own keys and those before it, the more.
             keys_of_a_call = np.maximum(self.starts, self.lengths)
@@ -630,8 +631,11 @@ class ByteTables:
             mlp += 0 if backward else self._wide_adapters_elements(layer)
             per_query = layer.q_elements + layer.attention_output_elements
             joined = layer.kv_elements * prefix * (2 if backward else 1)
+            if backward and layer.chosen:
+                in_float32 = max(1, FLOAT32_BYTES // self.shape.dtype_bytes)
+                joined = layer.kv_elements * (prefix + (1 + in_float32) * all_keys)
             if on_cuda and backward:
-                if not self.streams:
+                if not (self.streams or layer.chosen):
                     joined = joined + layer.kv_elements * keys_of_a_call
                 if layer.num_heads > layer.num_kv_heads:
                     joined = joined + per_query * keys_of_a_call

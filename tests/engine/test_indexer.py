@@ -24,6 +24,7 @@ from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.pipeline.multiplex import check_shareable_units
+from sppo_hf.planning.activation_modes import SAVED
 from sppo_hf.planning.config_file import check_config
 from sppo_hf.planning.decisions import Batch
 from sppo_hf.planning.memory import ByteTables, Cause
@@ -193,6 +194,17 @@ def test_keys_of_a_layer_that_runs_by_layer_are_among_its_temporaries(
     # From the first chunk on keys of all tokens; token-wise modules may need more than `less` has.
     assert np.all(more - less <= 2 * keys * 10**6)
     assert np.all(more - less >= 2 * keys * 10**6 - less)
+
+
+def test_attention_to_chosen_keys_sums_gradients_beside_those_of_a_call() -> None:
+    """On a GPU K/V once more, what a call gives back, and sums of that in float32; of all keys."""
+    shape = dataclasses.replace(model_shape(find_parts(_model("deepseek_v32"))), dtype_bytes=2)
+    batch = Batch(batch_rows=2, training=True, tile_tokens=TOKENS)
+    # Of a short chunk hardly anything else.
+    decisions = batch.decisions(((0, 28), (28, TOKENS)), len(shape.layers))
+    held = ByteTables(shape, decisions, "cuda").workspace_backward[:, SAVED.index("whole"), -1]
+    wanted = 2 * TOKENS * shape.layers[0].kv_elements * (2 + 2 + 4)
+    assert np.all((wanted <= held) & (held < 1.1 * wanted))
 
 
 class _Plans(StepObserver):
