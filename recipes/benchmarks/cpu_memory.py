@@ -7,11 +7,12 @@ first), with "auto" chunks; and each layer over all tokens, with its token-wise 
     python recipes/benchmarks/cpu_memory.py --model hybrid
     python recipes/benchmarks/cpu_memory.py --model mha --tokens 16384 --only sppo "sppo by layer"
 
-SmolLM2-135M-Instruct (or, with random weights, "hybrid", a Qwen3.5-shaped model, or "mha",
-SmolLM2's shape with as many K/V heads as query heads), float32, all weights trainable, 4,096 tokens
-of real source code, no optimizer step. Every measurement is a process of its own, so that no
-contender inherits another's memory; contenders run in turns, so that a machine that slows down
-affects all of them. Memory is the process's peak above its resident memory with the model loaded.
+SmolLM2-135M-Instruct (or, with random weights, "hybrid", a Qwen3.5-shaped model, "indexed", a
+DeepSeek-V3.2-shaped one, or "mha", SmolLM2's shape with as many K/V heads as query heads), float32,
+all weights trainable, 4,096 tokens of real source code, no optimizer step. Every measurement is a
+process of its own, so that no contender inherits another's memory; contenders run in turns, so that
+a machine that slows down affects all of them. Memory is the process's peak above its resident
+memory with the model loaded.
 """
 
 from __future__ import annotations
@@ -194,7 +195,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help='hub id, folder, "hybrid" or "mha"')
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help=f"hub id, folder, or one of {', '.join(SHAPES)}"
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=2)

@@ -2,8 +2,9 @@
 
     python recipes/benchmarks/estimator.py --check
 
-SmolLM2-135M-Instruct, and a Qwen3.5-shaped model, in float32. The CPU's memory stands for the
-device's, a folder for the host tier's. Peaks are above the loaded model, from the operating system.
+SmolLM2-135M-Instruct, and models of Qwen3.5's and DeepSeek-V3.2's shapes, in float32. The CPU's
+memory stands for the device's, a folder for the host tier's. Peaks are above the loaded model, from
+the operating system.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measuring import HYBRID, in_own_process
+from measuring import HYBRID, INDEXED, in_own_process
 from rich.console import Console
 from rich.table import Table
 from smollm2 import DEFAULT_MODEL
@@ -75,6 +76,21 @@ JOBS: dict[str, dict[str, Any]] = {
         "model": HYBRID,
         "tokens": 2048,
         "settings": {"chunk_tokens": 512, "recompute": "none", "offload": "none"},
+    },
+    "indexed, recompute, 2,048": {
+        "model": INDEXED,
+        "tokens": 2048,
+        "settings": {"chunk_tokens": 512, "recompute": "full"},
+    },
+    "indexed, by layer, keep, 2,048": {
+        "model": INDEXED,
+        "tokens": 2048,
+        "settings": {
+            "order": "by_layer",
+            "chunk_tokens": 512,
+            "recompute": "none",
+            "offload": "none",
+        },
     },
 }
 

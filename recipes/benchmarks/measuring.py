@@ -51,7 +51,11 @@ attention; 64 of 128 dimensions a head. A configuration without weights."""
 MHA = str(Path(__file__).with_name("llama_148m_mha"))
 """SmolLM2-135M's shape with as many K/V heads as query heads (nine). Without weights."""
 
-SHAPES = {"hybrid": HYBRID, "mha": MHA}
+INDEXED = str(Path(__file__).with_name("deepseek_v32_61m"))
+"""A DeepSeek-V3.2-shaped model of 61 million parameters, with experts in seven of eight layers. Its
+indexers choose 512 keys for each query. Without weights."""
+
+SHAPES = {"hybrid": HYBRID, "mha": MHA, "indexed": INDEXED}
 """Folders of these configurations, by their names for the benchmarks' `--model`."""
 
 

@@ -327,7 +327,17 @@ class PlanCache:
         return self._config.order == "by_chunk"
 
     def refuse_by_layer(self, reason: str) -> None:
-        """Plan chunk by chunk from now on; `reason` says why layer by layer is not possible."""
+        """Plan chunk by chunk from now on; `reason` says why layer by layer is not possible.
+
+        Raises:
+            ConfigError: Weights were to be on the host, for which layer by layer is needed.
+        """
+        if self._config.weights == "host":
+            raise ConfigError(
+                f"weights='host' needs chunks that go layer by layer, and {self._parts.name} "
+                f"cannot: {reason}. Allowed: weights='auto' or 'device'. Remedy: drop weights; "
+                "optimizer='host' still keeps gradients and the optimizer there."
+            )
         self._by_chunk_reason = reason
         self._config = self._config.replace(order="by_chunk")
         self._plans = {key: p for key, p in self._plans.items() if p.order == "by_chunk"}

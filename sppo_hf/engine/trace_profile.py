@@ -700,9 +700,8 @@ class _LayerRun:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes per token of an indexer's keys, and of a choice that later layers get."""
-        passed_on = self.chosen_bytes if self.indexers and self.returns_more else 0
-        return passed_on + sum(x.head_dim * self.hidden.element_size() for x in self.indexers)
+        """Bytes per token of an indexer's keys."""
+        return sum(x.head_dim for x in self.indexers) * self.hidden.element_size()
 
     def forward(self) -> dict[str, int]:
         """Run the layer's forward; returns totals by the names of `LayerProfile`'s fields."""

@@ -611,13 +611,14 @@ class ByteTables:
         prefix of K/V (and dK/dV of one call) once more. CUDA's flash kernels (FlashAttention 2's
         and cuDNN's) write dK/dV for every query head before they sum those that share a key head,
         and sum dQ in float32, as attention to several blocks of keys does. A CPU's may be given K/V
-        of a call with repeated heads, and gives back as many gradients.
+        of a call with repeated heads, and gives back as many gradients. Where an indexer chooses,
+        there is a call for every few queries, with dK/dV of all keys that are summed in float32.
         """
         copies = 4 if backward else 2
         on_cuda = self.device_kind == "cuda"
         nothing = np.zeros_like(self.ends)
         prefix = nothing if self.streams else np.where(self.starts > 0, self.ends, 0)
-        keys_of_a_call = self.block_tokens if self.streams else self.ends
+        keys_of_a_call = all_keys = self.block_tokens if self.streams else self.ends
         if on_cuda and backward and not self.streams:
             # Of the chunk's own keys and those before it, the more.
             keys_of_a_call = np.maximum(self.starts, self.lengths)
@@ -630,8 +631,11 @@ class ByteTables:
             mlp += 0 if backward else self._wide_adapters_elements(layer)
             per_query = layer.q_elements + layer.attention_output_elements
             joined = layer.kv_elements * prefix * (2 if backward else 1)
+            if backward and layer.chosen:
+                in_float32 = max(1, FLOAT32_BYTES // self.shape.dtype_bytes)
+                joined = layer.kv_elements * (prefix + (1 + in_float32) * all_keys)
             if on_cuda and backward:
-                if not self.streams:
+                if not (self.streams or layer.chosen):
                     joined = joined + layer.kv_elements * keys_of_a_call
                 if layer.num_heads > layer.num_kv_heads:
                     joined = joined + per_query * keys_of_a_call
@@ -653,7 +657,8 @@ class ByteTables:
 
         The former are two tensors of a tile's scores and all index keys in float32, the latter a
         bias with masks of its size. Ranks that share a sequence choose for their own tokens, and
-        gather what was chosen. [chunks]
+        gather what was chosen. By layer its index keys are there, too, until all chunks have
+        chosen. [chunks]
         """
         if not layer.chosen:
             return np.zeros_like(self.ends)
@@ -664,7 +669,8 @@ class ByteTables:
         one_query = self.rows * layer.index_heads * keys * FLOAT32_BYTES
         scores = np.minimum(np.maximum(INDEX_TILE_BYTES, one_query), one_query * self.lengths)
         index_keys = self.rows * keys * layer.index_head_size * FLOAT32_BYTES
-        return bias if backward else np.maximum(bias, 2 * scores + index_keys)
+        held = self.points.by_layer * self.rows * self.lengths.sum() * layer.index_bytes
+        return bias if backward else held + np.maximum(bias, 2 * scores + index_keys)
 
     @property
     def _writes_over_saved(self) -> bool:
@@ -756,6 +762,19 @@ class ByteTables:
         counted = self.training and self.shape.router_loss
         return counted * self.rows * per_token * self.lengths
 
+    @cached_property
+    def index(self) -> Bytes:
+        """Bytes of a layer's index keys, and of choices that later layers get, [kinds, chunks].
+
+        By layer keys are freed when the layer has run, and are among its temporaries.
+        """
+        layers, by_chunk = self.shape.layers, not self.points.by_layer
+        per_token = _by_kind(
+            lambda kind: by_chunk * layers[kind].index_bytes + layers[kind].passed_on_bytes,
+            self.kinds,
+        )
+        return self.rows * per_token * self.lengths
+
     @property
     def until_backward(self) -> dict[Cause, Bytes]:
         """Device bytes of a layer over a chunk from its forward until its backward ends, by cause.
@@ -763,13 +782,7 @@ class ByteTables:
         Beside K/V and saved activations, whose tier is a decision. A cause that is added here is
         counted on one device and in pipelines.
         """
-        layers = self.shape.layers
-        index = _by_kind(lambda kind: layers[kind].index_bytes, self.kinds)
-        return {
-            Cause.ROUTERS: self.routers,
-            Cause.GRAPH: self.graph,
-            Cause.INDEX: self.training * self.rows * index * self.lengths,
-        }
+        return {Cause.ROUTERS: self.routers, Cause.GRAPH: self.graph, Cause.INDEX: self.index}
 
     def embedding_gradient_bytes(self, size: int) -> int:
         """Returns the bytes of the embedding's gradient, `size` an element; 0 if it is frozen."""

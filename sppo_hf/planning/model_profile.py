@@ -38,7 +38,7 @@ THIN = 8
 
 Thin matmuls are recomputed; their outputs are not saved."""
 
-_FORMAT = 9
+_FORMAT = 10
 
 _TRACED_WITHIN_SECONDS = 60.0
 """Seconds to wait for another process that traces the same model before tracing it here too."""
@@ -189,8 +189,7 @@ class LayerProfile:
     """Elements of one head of an indexer, and of its key."""
 
     index_bytes: int = 0
-    """Bytes on the device until backward of an indexer's keys, and of a choice that later layers
-    get. Its own choice is saved with the layer's inputs, too."""
+    """Bytes per token of an indexer's keys, which are held until the last chunk has chosen."""
 
     chosen_bytes: int = 0
     """Bytes of what an indexer, the layer's or an earlier one's, chooses for one query; 0 where
@@ -207,6 +206,15 @@ class LayerProfile:
     def chosen(self) -> bool:
         """Whether an indexer chooses the keys that queries read."""
         return self.chosen_bytes > 0
+
+    @property
+    def passed_on_bytes(self) -> int:
+        """Bytes per token of a choice that later layers get, held until backward of these.
+
+        It is counted beside what the layer itself saves of it with its inputs: a copy, but on a GPU
+        that does not offload it.
+        """
+        return self.chosen_bytes if self.index_heads and self.returns_more else 0
 
     @property
     def index_flops_per_key(self) -> int:

@@ -372,6 +372,19 @@ def test_weights_moved_by_the_planner_return_if_the_order_by_layer_fails(
         assert engine.weights is None
 
 
+def test_a_model_that_cannot_go_layer_by_layer_is_refused_with_a_remedy() -> None:
+    def converted(**places: Any) -> Any:
+        return convert(build_tiny_model("glm_moe_dsa"), SPPOConfig(num_chunks=3, **places))
+
+    said = r"GlmMoe.* cannot: layer 0 .* returns more than .*Remedy: drop weights; optimizer='host"
+    model = converted(weights="host")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=said):
+            _loss(model)
+    with pytest.warns(UserWarning, match="order: by_chunk, because"):
+        _loss(converted(optimizer="host")).backward()
+
+
 def test_a_copy_of_a_model_has_its_weights_where_the_model_has_them() -> None:
     model = _converted()
     engine = get_engine(model)

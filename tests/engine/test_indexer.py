@@ -9,6 +9,7 @@ import itertools
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -23,8 +24,10 @@ from sppo_hf.engine.model_parts import find_parts
 from sppo_hf.engine.step_observer import StepObserver
 from sppo_hf.errors import UnsupportedModelError
 from sppo_hf.pipeline.multiplex import check_shareable_units
+from sppo_hf.planning.activation_modes import SAVED
 from sppo_hf.planning.config_file import check_config
-from sppo_hf.planning.memory import Cause
+from sppo_hf.planning.decisions import Batch
+from sppo_hf.planning.memory import ByteTables, Cause
 from sppo_hf.planning.plan import Plan
 from sppo_hf.testing.exactness import compare
 from sppo_hf.testing.tiny_families import INDEXED, MULTIMODAL
@@ -125,9 +128,10 @@ def test_index_keys_are_freed_after_the_last_chunk(
 
 def test_the_plan_counts_keys_and_choices() -> None:
     """A choice beside a layer's inputs; index keys, and a choice that later layers get, apart."""
+    # Not as many keys as other tests take, which trace, for all processes, in float64 throughout.
     few, all_keys = (
-        model_shape(find_parts(_model("deepseek_v32", **changes))).layers[2]
-        for changes in (FEW, ALL_KEYS)
+        model_shape(find_parts(_model("deepseek_v32", index_topk=keys))).layers[2]
+        for keys in (4, 30)
     )
     more = {"whole_bytes", "matmuls_bytes", "inputs_bytes", "chosen_bytes"}
     differing = {
@@ -135,12 +139,12 @@ def test_the_plan_counts_keys_and_choices() -> None:
         for field in dataclasses.fields(few)
         if getattr(all_keys, field.name) != getattr(few, field.name)
     }
-    assert differing == dict.fromkeys(more, 4 * (TOKENS - 3))
+    assert differing == dict.fromkeys(more, 4 * (30 - 4))
     assert (few.index_heads, few.index_head_size, few.index_bytes) == (16, 16, 16 * 8)
 
     without = model_shape(find_parts(build_tiny_model("deepseek_v3"))).layers[1]
     assert without.mlp_width == few.mlp_width
-    assert few.inputs_bytes - without.inputs_bytes == 4 * 3
+    assert few.inputs_bytes - without.inputs_bytes == 4 * 4
     # Not rerun, and without a gradient.
     weights = 16 * 16 * 16 + 32 * 16 + 32 * 16  # of queries, keys and heads
     assert few.forward_flops - without.forward_flops == 2 * weights
@@ -148,13 +152,60 @@ def test_the_plan_counts_keys_and_choices() -> None:
     assert few.input_gradient_flops == without.input_gradient_flops
 
     owner, reader, _ = model_shape(find_parts(build_tiny_model("glm_moe_dsa", **SHARED))).layers
-    assert (owner.index_heads, owner.index_bytes, owner.chosen_bytes) == (16, 16 * 8 + 4 * 8, 4 * 8)
-    assert (reader.index_heads, reader.index_bytes, reader.chosen_bytes) == (0, 0, 4 * 8)
+    assert (owner.index_heads, owner.index_bytes) == (16, 16 * 8)
+    assert (reader.index_heads, reader.index_bytes) == (0, 0)
+    chosen = [(x.chosen_bytes, x.passed_on_bytes) for x in (owner, reader)]
+    assert chosen == [(4 * 8, 4 * 8), (4 * 8, 0)]
 
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("family", "settings", "layer_bytes"),
+    [
+        ("deepseek_v32", {"order": "by_chunk", "num_chunks": 2}, 3 * 16 * 8),
+        # One layer's keys are among its temporaries.
+        ("deepseek_v32", {"order": "by_layer", "num_chunks": 2}, 0),
+        # Choices of two of the three layers, which later ones get.
+        ("glm_moe_dsa", {"order": "by_layer", "num_chunks": 1}, 2 * 4 * 8),
+        ("glm_moe_dsa", {"order": "by_chunk", "num_chunks": 2}, 2 * (16 * 8 + 4 * 8)),
+    ],
+)
+def test_keys_of_all_layers_are_held_by_chunk_and_of_one_by_layer(
+    family: str, settings: Any, layer_bytes: int, training: bool
+) -> None:
     observer = _Plans()
-    model = convert(build_tiny_model("deepseek_v32"), SPPOConfig(num_chunks=2), observer=observer)
-    model(**make_batch(rows=2, tokens=TOKENS))
-    assert observer.plan.estimate.most_bytes(Cause.INDEX) == 2 * TOKENS * 3 * 16 * 8
+    model = convert(build_tiny_model(family), SPPOConfig(**settings), observer=observer)
+    with torch.set_grad_enabled(training):
+        model(**make_batch(rows=2, tokens=TOKENS))
+    assert observer.plan.estimate.most_bytes(Cause.INDEX) == 2 * TOKENS * layer_bytes
+
+
+@pytest.mark.parametrize(("order", "keys"), [("by_layer", TOKENS), ("by_chunk", 0)])
+def test_keys_of_a_layer_that_runs_by_layer_are_among_its_temporaries(
+    order: Any, keys: int
+) -> None:
+    shape = model_shape(find_parts(_model("deepseek_v32")))
+    batch = Batch(batch_rows=2, training=True, tile_tokens=TOKENS)
+    decisions = batch.decisions(((0, 9), (9, TOKENS)), len(shape.layers), order)
+    layers = tuple(dataclasses.replace(x, index_bytes=x.index_bytes + 10**6) for x in shape.layers)
+    less, more = (
+        ByteTables(x, decisions, "cpu").workspace_forward
+        for x in (shape, dataclasses.replace(shape, layers=layers))
+    )
+    # From the first chunk on keys of all tokens; token-wise modules may need more than `less` has.
+    assert np.all(more - less <= 2 * keys * 10**6)
+    assert np.all(more - less >= 2 * keys * 10**6 - less)
+
+
+def test_attention_to_chosen_keys_sums_gradients_beside_those_of_a_call() -> None:
+    """On a GPU K/V once more, what a call gives back, and sums of that in float32; of all keys."""
+    shape = dataclasses.replace(model_shape(find_parts(_model("deepseek_v32"))), dtype_bytes=2)
+    batch = Batch(batch_rows=2, training=True, tile_tokens=TOKENS)
+    # Of a short chunk hardly anything else.
+    decisions = batch.decisions(((0, 28), (28, TOKENS)), len(shape.layers))
+    held = ByteTables(shape, decisions, "cuda").workspace_backward[:, SAVED.index("whole"), -1]
+    wanted = 2 * TOKENS * shape.layers[0].kv_elements * (2 + 2 + 4)
+    assert np.all((wanted <= held) & (held < 1.1 * wanted))
 
 
 class _Plans(StepObserver):

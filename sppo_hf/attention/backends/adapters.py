@@ -414,6 +414,7 @@ class TopLeftBackend(Backend):
             dq_BNCH[:, :, tile.extent.rows] = grads.dq_BNCH
             dk_BKTH[:, :, tile.extent.keys] += grads.dk_BKTH
             dv_BKTH[:, :, tile.extent.keys] += grads.dv_BKTH
+            del grads  # of all keys; else there would be two calls' at once
         return Gradients(dq_BNCH, dk_BKTH, dv_BKTH)
 
     def _cut(

@@ -40,6 +40,23 @@ def test_chosen_keys(case, monkeypatch):
     check(CPUFlash(), band, rows=rows, keys=keys, heads=2, chosen=choice(rows, keys))
 
 
+def test_chosen_keys_hold_gradients_of_one_call_at_a_time(monkeypatch):
+    given = []
+
+    class Watched(CPUFlash):
+        def kernel_backward(self, *args, **kwargs):
+            assert not any(storage() for storage in given)
+            grads = super().kernel_backward(*args, **kwargs)
+            given.extend(weakref.ref(x.untyped_storage()) for x in grads)
+            return grads
+
+    rows, keys = 9, 20
+    monkeypatch.setattr(adapters, "BIAS_BYTES", 2 * keys * 8 * 4)  # four rows at a time
+    band = CausalBand(keys - rows)
+    check(Watched(), band, rows=rows, keys=keys, chosen=choice(rows, keys))
+    assert len(given) >= 3 * 3
+
+
 @given(
     bands(),
     st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 6)]),
