@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,10 +43,16 @@ CHOSEN = "prev_topk_indices"
 # an index key, S keys that a query may read.
 
 
+_found: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, ...]] = weakref.WeakKeyDictionary()
+"""Indexers of layers. They are asked for in every chunk, which is too often to look for them."""
+
+
 def indexers_of(module: nn.Module) -> tuple[nn.Module, ...]:
     """Indexers in `module`: what attention has under that name, if it chooses a number of keys."""
-    found = (getattr(child, "indexer", None) for child in all_modules(module))
-    return tuple(x for x in found if isinstance(x, nn.Module) and hasattr(x, "index_topk"))
+    if module not in _found:
+        found = (child._modules.get("indexer") for child in all_modules(module))
+        _found[module] = tuple(x for x in found if hasattr(x, "index_topk") and x is not None)
+    return _found[module]
 
 
 class IndexKeys:
