@@ -468,7 +468,7 @@ def attention_forward(
         ConfigError: The heads cannot be divided among the ranks that share the chunk.
     """
     context = _context_for(module)
-    _refuse(context, module, attention_mask, dropout, others)
+    _refuse(context, module, attention_mask, dropout, {**others, "indices": indices})
     store, borrowed = _store_of(context, key, value)
     query, key, value = (_autocast(x) for x in (query, key, value))
     own_tokens = query.shape[2]
@@ -665,6 +665,8 @@ def _refuse(
             f"{type(module).__name__} is not causal by itself (is_causal=False), so that what it "
             "sees without a mask depends on its kernel"
         )
+    elif others["indices"] is not None and mask.spans:
+        reason = "an indexer chooses keys, and tokens of an image see each other in both directions"
     elif foreign or others.get("is_causal") is False:
         reason = f"its attention is given {', '.join(foreign) or 'is_causal=False'}"
     elif dropout:

@@ -11,6 +11,7 @@ from sppo_hf.attention.segments import BidirectionalSpan
 from sppo_hf.engine.attention_interface import (
     MaskFound,
     MaskMeaning,
+    _refuse,
     document_positions,
     mask_meaning,
 )
@@ -136,6 +137,20 @@ def test_other_masks_are_refused_by_whoever_attends_with_them(function):
     meaning = mask_meaning(mask_function=function, config=tiny_config("llama"))
     assert isinstance(meaning.refusal, UnsupportedModelError)
     assert "llama: its attention mask is neither causal" in str(meaning.refusal)
+
+
+def test_chosen_keys_beside_tokens_that_see_each_other_are_refused():
+    mask = MaskMeaning(None, spans=(BidirectionalSpan(0, 2, 5),))
+    context = SimpleNamespace(
+        attended=SimpleNamespace(times=0), kv=object(), model=SimpleNamespace(name="Model")
+    )
+    others = {"indices": torch.zeros(1, 5, 2, dtype=torch.int32)}
+    with pytest.raises(
+        UnsupportedModelError, match=r"Model cannot .* an indexer chooses keys, and"
+    ):
+        _refuse(context, torch.nn.Identity(), mask, 0.0, others)
+    context.attended.times = 0
+    _refuse(context, torch.nn.Identity(), mask, 0.0, {"indices": None})
 
 
 def test_a_model_that_computes_with_its_mask_is_refused():

@@ -327,6 +327,7 @@ class TopLeftBackend(Backend):
     ) -> AttentionOutput:
         """See `Backend.forward`."""
         if scores.get("chosen_BCS") is not None:
+            assert self.takes_bias, f"{self.name} was chosen though it cannot leave out keys"
             return self._forward_chosen(q_BNCH, k_BKTH, v_BKTH, scores)
         num_rows, scale = q_BNCH.shape[2], scores["scale"]
         rectangles = self._cut(scores, num_rows, k_BKTH, v_BKTH)
@@ -358,6 +359,7 @@ class TopLeftBackend(Backend):
         """See `Backend.backward`."""
         inputs = BackwardInputs(*given)
         if scores.get("chosen_BCS") is not None:
+            assert self.takes_bias, f"{self.name} was chosen though it cannot leave out keys"
             return self._backward_chosen(inputs, scores)
         _, q_BNCH, k_BKTH, v_BKTH, *_ = inputs
         sums_dtype = accumulation_dtype(q_BNCH.dtype)

@@ -58,6 +58,7 @@ def test_chosen_keys_pass_where_they_are_kept_to():
         assert find_mismatch(backend, asked, CPU) is None
         assert find_mismatch(backend, replace(asked, dtype=torch.bfloat16), CPU) is None
     assert find_mismatch(ReadsAll(), asked, CPU).startswith("differs from the reference in")
+    assert "though it cannot leave out keys" in find_mismatch(CuDNN(aten=FakeAten()), asked, CPU)
     assert "has not chosen" in AtenFlash().reason_unsupported(
         replace(asked, device_type="cuda", dtype=torch.bfloat16)
     )
